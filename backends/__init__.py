@@ -1,0 +1,1 @@
+"""The decoding engine: model, paged KV cache, Medusa heads, candidate trees, verification, scheduling."""

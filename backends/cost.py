@@ -1,0 +1,64 @@
+"""What a step costs on this device, as a function of its rows: the denominator of every decision about speculation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Milliseconds of a forward (with ``lm_head``) by number of rows, and of the heads by number of sequences.
+
+    Between measured points it is linear; beyond the last it goes on with the last slope. Both tables are ascending in
+    size; times are made non-decreasing, since noise must not make more rows look cheaper.
+    """
+
+    rows: tuple[tuple[int, float], ...]
+    heads: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def from_measurements(cls, rows: Sequence[tuple[int, float]], heads: Sequence[tuple[int, float]] = ()) -> StepCost:
+        return cls(_non_decreasing(rows), _non_decreasing(heads))
+
+    def forward_ms(self, rows: int) -> float:
+        return _interpolate(self.rows, rows)
+
+    def heads_ms(self, sequences: int) -> float:
+        if sequences == 0 or not self.heads:
+            return 0.0
+        return _interpolate(self.heads, sequences)
+
+    def step_ms(self, rows: int, drafting: int) -> float:
+        """A step of ``rows`` rows after which the heads run for ``drafting`` sequences."""
+        return self.forward_ms(rows) + self.heads_ms(drafting)
+
+
+def measure(
+    sizes: Sequence[int], run: Callable[[int], object], clock: Callable[[], float], repeats: int = 5
+) -> list[tuple[int, float]]:
+    """Median milliseconds of ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only."""
+    times: dict[int, list[float]] = {size: [] for size in sizes}
+    for _ in range(repeats):
+        for size in sizes:
+            start = clock()
+            run(size)
+            times[size].append((clock() - start) * 1e3)
+    return [(size, sorted(found)[len(found) // 2]) for size, found in times.items()]
+
+
+def _non_decreasing(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    highest, result = 0.0, []
+    for size, value in sorted(points):
+        highest = max(highest, value)
+        result.append((size, highest))
+    return tuple(result)
+
+
+def _interpolate(points: tuple[tuple[int, float], ...], size: int) -> float:
+    if len(points) == 1 or size <= points[0][0]:
+        return points[0][1]
+    index = min(max(bisect_right(points, (size, float("inf"))), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[index - 1], points[index]
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)

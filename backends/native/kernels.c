@@ -1,0 +1,328 @@
+// CPU kernels of the decoding engine; plain C, called through ctypes. Build flags: see library.py.
+#include <stdlib.h>
+
+#include "simd.h"
+#include "team.h"
+
+typedef struct {
+    const void *qkv, *o, *gate_up, *down;
+    const float *attention_norm, *mlp_norm, *qkv_bias, *q_norm, *k_norm;
+} mg_layer;
+
+typedef struct {
+    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, is_bf16, reserved;
+    float eps, scale;
+    int64_t pages;
+    const mg_layer *layer;
+    const void *embed;
+    const float *final_norm, *cos, *sin;
+    void *k_pool, *v_pool;
+} mg_model;
+
+// One step's rows. slots: where a row's key and value go (page * 16 + offset). full_pages: how many leading pages of
+// the sequence a row sees whole; its remaining keys are tail_slots[tail_offsets[row] : tail_offsets[row + 1]], in
+// order of position (at most 32, the row itself last). Rows of one sequence are adjacent.
+typedef struct {
+    int32_t rows, out_rows;
+    const int32_t *tokens, *positions, *slots, *sequence, *full_pages, *tail_offsets, *tail_slots;
+    const int32_t *page_offsets, *pages, *out_row;
+} mg_batch;
+
+typedef struct {
+    int32_t heads, hidden, inner, in_size, draft_vocab_padded, is_bf16;
+    const void *up, *down, *draft_lm_head;
+    const float *up_bias;
+} mg_heads;
+
+typedef struct {
+    void *x_norm, *q, *attention, *act;
+    float *residual, *qkv;
+    int32_t *tiles;
+    char *scratch;  // scratch_size bytes for each thread
+    size_t scratch_size;
+} mg_workspace;
+
+// What a linear layer does with its products; see linear() in transformer.h.
+typedef enum { STORE, ADD, SILU_MUL, STORE_SILU } mg_epilogue;
+
+#define T bf16
+#define STEP 2
+#define NAME(x) x##_bf16
+#include "transformer.h"
+#undef T
+#undef STEP
+#undef NAME
+#define T float
+#define STEP 1
+#define NAME(x) x##_f32
+#include "transformer.h"
+
+static void *aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
+void mg_workspace_free(mg_workspace *ws) {
+    if (!ws) return;
+    free(ws->x_norm);
+    free(ws->q);
+    free(ws->attention);
+    free(ws->act);
+    free(ws->residual);
+    free(ws->qkv);
+    free(ws->tiles);
+    free(ws->scratch);
+    free(ws);
+}
+
+// NULL when out of memory.
+mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int max_context, int threads) {
+    mg_workspace *ws = calloc(1, sizeof *ws);
+    if (!ws) return NULL;
+    const size_t rows = max_rows, q_size = (size_t)model->heads * model->head_dim;
+    const size_t qkv_size = q_size + 2 * (size_t)model->kv_heads * model->head_dim;
+    const int group = model->heads / model->kv_heads;
+    const size_t tile_rows = group >= 12 ? 1 : 12 / group, tile_m = tile_rows * group;
+    const size_t width = (size_t)max_context + 3 * LANES;
+    ws->x_norm = aligned(rows * model->hidden * 4);
+    ws->q = aligned(rows * q_size * 4);
+    ws->attention = aligned(rows * q_size * 4);
+    ws->act = aligned(rows * model->intermediate * 4);
+    ws->residual = aligned(rows * model->hidden * 4);
+    ws->qkv = aligned(rows * qkv_size * 4);
+    ws->tiles = aligned(rows * 2 * sizeof(int32_t));
+    ws->scratch_size = sizeof(void *) * (width / LANES + 2) + 64 + 2 * 4 * tile_m * width +
+                       2 * 4 * tile_m * model->head_dim + 2 * 2 * 4 * tile_rows * LANES * model->head_dim + 4096;
+    ws->scratch_size = (ws->scratch_size + 4095) / 4096 * 4096;
+    ws->scratch = aligned(ws->scratch_size * threads);
+    if (!ws->x_norm || !ws->q || !ws->attention || !ws->act || !ws->residual || !ws->qkv || !ws->tiles || !ws->scratch) {
+        mg_workspace_free(ws);
+        return NULL;
+    }
+    return ws;
+}
+
+// hidden_out [out_rows, hidden]: final-norm hidden states of the rows named by batch->out_row.
+void mg_forward(mg_pool *pool, const mg_model *model, const mg_batch *batch, mg_workspace *ws, void *hidden_out) {
+    if (model->is_bf16)
+        forward_bf16(pool, model, batch, ws, hidden_out);
+    else
+        forward_f32(pool, model, batch, ws, hidden_out);
+}
+
+// out [rows, units * 16] float32 = x [rows, k_size] times packed weights.
+void mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size, const void *weights, int units, float *out) {
+    project_job_bf16 job = {x, weights, rows, k_size, units, out};
+    project_job_f32 job_f32 = {x, weights, rows, k_size, units, out};
+    pool_run(pool, is_bf16 ? project_member_bf16 : project_member_f32, is_bf16 ? (void *)&job : (void *)&job_f32);
+}
+
+// Keys and values of slots `from` are copied to slots `to`, in every layer.
+void mg_copy_slots(const mg_model *model, const int32_t *from, const int32_t *to, int n) {
+    if (model->is_bf16)
+        copy_slots_bf16(model, from, to, n);
+    else
+        copy_slots_f32(model, from, to, n);
+}
+
+// logits [heads * n, draft_vocab_padded] float32, head-major. Returns 1 when out of memory.
+int mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, const void *x, int n, float *logits) {
+    const size_t rows = (size_t)heads->heads * n;
+    void *act = aligned(rows * heads->inner * 4), *state_t = aligned(rows * heads->hidden * 4);
+    float *state = aligned(rows * heads->hidden * 4);
+    const int failed = !act || !state || !state_t;
+    if (!failed) {
+        heads_job_bf16 job = {heads, x_in, x, n, act, state_t, state, logits};
+        heads_job_f32 job_f32 = {heads, x_in, x, n, act, state_t, state, logits};
+        pool_run(pool, heads->is_bf16 ? heads_member_bf16 : heads_member_f32,
+                 heads->is_bf16 ? (void *)&job : (void *)&job_f32);
+    }
+    free(act);
+    free(state);
+    free(state_t);
+    return failed;
+}
+
+static float row_max(const float *row, int n) {
+    vf top = vf_set(-INFINITY);
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) top = vf_max(top, vf_load(row + i));
+    float m = vf_hmax(top);
+    for (; i < n; i++) m = row[i] > m ? row[i] : m;
+    return m;
+}
+
+typedef struct {
+    const float *logits;
+    const int32_t *row_index;
+    int rows, n, k;
+    int64_t stride;
+    int32_t *ids;
+    float *probabilities;
+} rank_job;
+
+static void argmax_member(mg_member *member, void *arguments) {
+    const rank_job *job = arguments;
+    TEAM_DEALT(r, job->rows) {
+        const float *row = job->logits + job->row_index[r] * job->stride;
+        const float m = row_max(row, job->n);
+        int best = 0;
+        while (best < job->n - 1 && row[best] != m) best++;
+        job->ids[r] = row[best] == m ? best : 0;
+    }
+}
+
+// For each of the named rows, the lowest index that holds its maximum; 0 for a row of NaN.
+void mg_argmax(mg_pool *pool, const float *logits, const int32_t *row_index, int rows, int64_t stride, int n, int32_t *out) {
+    rank_job job = {.logits = logits, .row_index = row_index, .rows = rows, .n = n, .stride = stride, .ids = out};
+    pool_run(pool, argmax_member, &job);
+}
+
+static void top_k_row(const float *row, int n, int k, int32_t *id, float *probabilities) {
+    const float m = row_max(row, n);
+    float best[32], rest = 0.0f;
+    int held = 0;
+    vf sum = vf_set(0.0f);
+    for (int i = 0; i < n; i += LANES) {
+        const int count = n - i < LANES ? n - i : LANES;
+        if (count == LANES) {
+            const vf v = vf_load(row + i);
+            sum += vf_exp(v - vf_set(m));
+            if (held == k && vf_hmax(v) <= best[k - 1]) continue;
+        } else
+            for (int j = 0; j < count; j++) rest += expf(row[i + j] - m);
+        for (int j = 0; j < count; j++) {
+            const float v = row[i + j];
+            if (held == k && !(v > best[k - 1])) continue;
+            int at = held < k ? held++ : k - 1;
+            for (; at > 0 && v > best[at - 1]; at--) {
+                best[at] = best[at - 1];
+                id[at] = id[at - 1];
+            }
+            best[at] = v;
+            id[at] = i + j;
+        }
+    }
+    const float total = vf_sum(sum) + rest;
+    for (int j = 0; j < k; j++) probabilities[j] = j < held ? expf(best[j] - m) / total : 0.0f;
+}
+
+static void top_k_member(mg_member *member, void *arguments) {
+    const rank_job *job = arguments;
+    TEAM_DEALT(r, job->rows)
+        top_k_row(job->logits + r * job->stride, job->n, job->k, job->ids + (long)r * job->k,
+                  job->probabilities + (long)r * job->k);
+}
+
+// The k best of each row with their softmax probabilities, best first (ties: lower index first); k <= 32.
+void mg_top_k(mg_pool *pool, const float *logits, int rows, int64_t stride, int n, int k, int32_t *ids, float *probabilities) {
+    rank_job job = {
+        .logits = logits, .rows = rows, .n = n, .k = k, .stride = stride, .ids = ids, .probabilities = probabilities};
+    pool_run(pool, top_k_member, &job);
+}
+
+typedef struct { float weight; int32_t id; } weighted;
+
+static int heavier_first(const void *a, const void *b) {
+    const weighted *x = a, *y = b;
+    if (x->weight != y->weight) return x->weight > y->weight ? -1 : 1;
+    return x->id < y->id ? -1 : 1;
+}
+
+enum { BLOCK = 256 };
+
+// Inverse-CDF draw of one token with uniform number u in [0, 1). weights: scratch of n floats; candidates: of n pairs.
+static int32_t draw(const float *row, int n, float temperature, int top_k, float top_p, float min_p, double u,
+                    float *weights, weighted *candidates) {
+    const float m = row_max(row, n);
+    const vf inverse = vf_set(1.0f / temperature), highest = vf_set(m);
+    double total = 0.0;
+    for (int i = 0; i < n; i += BLOCK) {
+        vf sum = vf_set(0.0f);
+        for (int j = i; j < i + BLOCK && j < n; j += LANES) {
+            vf v = vf_set(-INFINITY);
+            memcpy(&v, row + j, sizeof(float) * (n - j < LANES ? n - j : LANES));
+            v = vf_exp((v - highest) * inverse);
+            sum += v;
+            memcpy(weights + j, &v, sizeof(float) * (n - j < LANES ? n - j : LANES));
+        }
+        total += vf_sum(sum);
+    }
+    if (top_k <= 0 && top_p >= 1.0f && min_p <= 0.0f) {
+        double target = u * total, passed = 0.0;
+        int last = 0;
+        for (int i = 0; i < n; i++)
+            if (weights[i] > 0.0f) {
+                passed += weights[i];
+                last = i;
+                if (passed > target) return i;
+            }
+        return last;
+    }
+    // Collect every weight above a threshold, lowering it until the filters' cut lies inside what was collected.
+    int held = 0;
+    double kept_total = 0.0;
+    for (float threshold = min_p > 0.0f ? min_p : 1e-3f;; threshold *= 1e-3f) {
+        const int everything = threshold < 1e-36f;
+        held = 0;
+        double mass = 0.0;
+        for (int i = 0; i < n; i++)
+            if (weights[i] >= threshold || everything) {
+                candidates[held++] = (weighted){weights[i], i};
+                mass += weights[i];
+            }
+        const int enough_k = top_k > 0 && held >= top_k, enough_p = top_k <= 0 && mass >= (double)top_p * total;
+        if (everything || min_p > 0.0f || enough_k || enough_p) break;
+    }
+    qsort(candidates, held, sizeof *candidates, heavier_first);
+    if (top_k > 0 && held > top_k) held = top_k;
+    for (int i = 0; i < held; i++) kept_total += candidates[i].weight;
+    if (top_p < 1.0f) {
+        const double goal = (double)top_p * (top_k > 0 ? kept_total : total);
+        double passed = 0.0;
+        int cut = 0;
+        while (cut < held && passed < goal) passed += candidates[cut++].weight;
+        held = cut > 0 ? cut : 1;
+        kept_total = passed;
+    }
+    double target = u * kept_total, passed = 0.0;
+    for (int i = 0; i < held; i++) {
+        passed += candidates[i].weight;
+        if (passed > target) return candidates[i].id;
+    }
+    return candidates[held - 1].id;
+}
+
+typedef struct {
+    const float *logits;
+    const int32_t *row_index;
+    int rows, n;
+    int64_t stride;
+    const float *temperature;
+    const int32_t *top_k;
+    const float *top_p, *min_p;
+    const double *u;
+    int32_t *out;
+    atomic_int failed;
+} sample_job;
+
+static void sample_member(mg_member *member, void *arguments) {
+    sample_job *job = arguments;
+    TEAM_CLAIMED(r, job->rows) {
+        float *weights = aligned(sizeof(float) * job->n);
+        weighted *candidates = aligned(sizeof(weighted) * job->n);
+        if (weights && candidates)
+            job->out[r] = draw(job->logits + job->row_index[r] * job->stride, job->n, job->temperature[r], job->top_k[r],
+                               job->top_p[r], job->min_p[r], job->u[r], weights, candidates);
+        else
+            atomic_store(&job->failed, 1);
+        free(weights);
+        free(candidates);
+    }
+}
+
+// One draw from each of the named rows; the parameters are arrays of one value per draw. Returns 1 when out of memory.
+int mg_sample(mg_pool *pool, const float *logits, const int32_t *row_index, int rows, int64_t stride, int n,
+              const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p, const double *u,
+              int32_t *out) {
+    sample_job job = {logits, row_index, rows, n, stride, temperature, top_k, top_p, min_p, u, out, 0};
+    pool_run(pool, sample_member, &job);
+    return atomic_load(&job.failed);
+}

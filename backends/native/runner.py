@@ -1,0 +1,283 @@
+"""Llama-shaped models on the CPU, one C call per step.
+
+Runs models built from RMS norm, rotary embedding, grouped-query attention and a SiLU-gated MLP: Llama, Mistral without
+a sliding window, Qwen 2 and 3. :func:`unsupported_reason` says why another model is not run here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from backends.batch import PAGE_SIZE, StepBatch
+from backends.heads import MedusaHeads
+from backends.native import library as lib
+from backends.runner import Proposals, RowSampling
+
+LANES = 16
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def unsupported_reason(model: Any) -> str | None:
+    """Why the native runner can't run this transformers model; None when it can."""
+    config = model.config
+    if config.model_type not in SUPPORTED:
+        return f"model type {config.model_type!r} is not one of {', '.join(SUPPORTED)}"
+    head_dim = _head_dim(config)
+    if config.hidden_act != "silu":
+        return f"activation {config.hidden_act!r} is not silu"
+    if head_dim % LANES or config.hidden_size % LANES or config.intermediate_size % LANES:
+        return "hidden, intermediate and head sizes must be multiples of 16"
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        return "sliding window attention"
+    if getattr(config, "mlp_bias", False) or model.model.layers[0].self_attn.o_proj.bias is not None:
+        return "biases on the output or MLP projections"
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
+        return f"rope type {rope.get('rope_type')!r} changes with the length of the sequence"
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"dtype {model.dtype}"
+    if getattr(config, "quantization_config", None) is not None:
+        return "quantised weights"
+    return None
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> the kernels' operand: [ceil(N / 16), K / step, 16, step], zero rows added (step 2 in bfloat16)."""
+    step = 2 if weight.dtype == torch.bfloat16 else 1
+    n, k = weight.shape
+    padded = F.pad(weight, (0, 0, 0, -n % LANES))
+    return padded.view(-1, LANES, k // step, step).permute(0, 2, 1, 3).contiguous()
+
+
+class NativeRunner:
+    """See :class:`backends.runner.ModelRunner`. Copies the weights of a transformers model, which may then be freed."""
+
+    kind = "native"
+
+    def __init__(
+        self, model: Any, *, num_pages: int, max_rows: int, max_context: int, threads: int | None = None
+    ) -> None:
+        reason = unsupported_reason(model)
+        if reason:
+            raise lib.NativeUnavailable(reason)
+        self._lib = lib.load_library()
+        self.threads = threads or min(torch.get_num_threads(), os.cpu_count() or 1)
+        config = model.config
+        self.dtype: torch.dtype = model.dtype
+        self.device = torch.device("cpu")
+        self.hidden_size: int = config.hidden_size
+        self.vocab_size: int = config.vocab_size
+        self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
+        self._is_bf16 = int(self.dtype == torch.bfloat16)
+        self._kept: list[torch.Tensor] = []  # tensors that C structures point into
+        head_dim, kv_heads = _head_dim(config), config.num_key_value_heads
+        scratch_pages = -(-max_rows // PAGE_SIZE)
+        pool = (config.num_hidden_layers, num_pages + scratch_pages, kv_heads * head_dim * PAGE_SIZE)
+        layers = (lib.Layer * pool[0])(*(self._layer(layer) for layer in model.model.layers))
+        cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(max_context)[None])
+        self.embeddings: torch.Tensor = model.model.embed_tokens.weight.detach().contiguous()
+        self._lm_head = pack(model.lm_head.weight.detach())
+        self._vocab_padded = self._lm_head.shape[0] * LANES
+        self._k_pool = torch.zeros(pool, dtype=self.dtype)
+        self._v_pool = torch.zeros(pool, dtype=self.dtype)
+        self._layers = layers
+        self._model = lib.Model(
+            layers=pool[0],
+            hidden=self.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate=config.intermediate_size,
+            is_bf16=self._is_bf16,
+            eps=config.rms_norm_eps,
+            scale=model.model.layers[0].self_attn.scaling,
+            pages=pool[1],
+            layer=layers,
+            embed=self._pointer(self.embeddings),
+            final_norm=self._float(model.model.norm.weight),
+            cos=self._float(cos[0, :, : head_dim // 2]),
+            sin=self._float(sin[0, :, : head_dim // 2]),
+            k_pool=self._pointer(self._k_pool),
+            v_pool=self._pointer(self._v_pool),
+        )
+        self._workspace = self._lib.mg_workspace_new(self._model, max_rows, max_context, self.threads)
+        self._pool = self._lib.mg_pool_new(self.threads)
+        if not self._workspace or not self._pool:
+            raise MemoryError("no memory or threads for the kernels' workspace")
+
+    def __del__(self) -> None:
+        for name, free in (("_workspace", "mg_workspace_free"), ("_pool", "mg_pool_free")):
+            if getattr(self, name, None):
+                getattr(self._lib, free)(getattr(self, name))
+                setattr(self, name, None)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        if batch.rows > self.max_rows:
+            raise ValueError(f"{batch.rows} rows in a step of at most {self.max_rows}")
+        hidden = torch.empty(len(batch.out_row), self.hidden_size, dtype=self.dtype)
+        pointers = {name: getattr(batch, name).ctypes.data for name in lib.BATCH_ARRAYS}
+        rows = lib.Batch(rows=batch.rows, out_rows=len(batch.out_row), **pointers)
+        self._lib.mg_forward(self._pool, self._model, rows, self._workspace, hidden.data_ptr())
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(hidden), self._vocab_padded, dtype=torch.float32)
+        self._lib.mg_project(
+            self._pool,
+            self._is_bf16,
+            hidden.data_ptr(),
+            len(hidden),
+            self.hidden_size,
+            self._lm_head.data_ptr(),
+            self._vocab_padded // LANES,
+            out.data_ptr(),
+        )
+        return out[:, : self.vocab_size]
+
+    def copy_slots(self, source: list[int], target: list[int]) -> None:
+        if source:
+            pair = np.array([source, target], dtype=np.int32)
+            self._lib.mg_copy_slots(self._model, pair[0].ctypes.data, pair[1].ctypes.data, len(source))
+
+    def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
+        index = np.array(rows, dtype=np.int32)
+        out = np.empty(len(rows), dtype=np.int32)
+        self._lib.mg_argmax(
+            self._pool,
+            logits.data_ptr(),
+            index.ctypes.data,
+            len(rows),
+            logits.stride(0),
+            logits.shape[1],
+            out.ctypes.data,
+        )
+        return out.tolist()
+
+    def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
+        index = np.array(rows, dtype=np.int32)
+        out = np.empty(len(rows), dtype=np.int32)
+        failed = self._lib.mg_sample(
+            self._pool,
+            logits.data_ptr(),
+            index.ctypes.data,
+            len(rows),
+            logits.stride(0),
+            logits.shape[1],
+            params.temperature.ctypes.data,
+            params.top_k.ctypes.data,
+            params.top_p.ctypes.data,
+            params.min_p.ctypes.data,
+            params.uniform.ctypes.data,
+            out.ctypes.data,
+        )
+        if failed:
+            raise MemoryError("no memory to sample")
+        return out.tolist()
+
+    def bind_heads(self, heads: MedusaHeads) -> NativeHeads:
+        return NativeHeads(self, heads)
+
+    def _pointer(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _float(self, tensor: torch.Tensor) -> int:
+        return self._pointer(tensor.detach().to(torch.float32).contiguous())
+
+    def _layer(self, layer: Any) -> lib.Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        gate, up = pack(mlp.gate_proj.weight.detach()), pack(mlp.up_proj.weight.detach())
+        biases = [projection.bias for projection in projections]
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        return lib.Layer(
+            qkv=self._pointer(pack(torch.cat([projection.weight.detach() for projection in projections]))),
+            o=self._pointer(pack(attention.o_proj.weight.detach())),
+            # Gate and up units alternate, so that one chunk of columns holds both operands of the product.
+            gate_up=self._pointer(torch.stack([gate, up], dim=1).contiguous()),
+            down=self._pointer(pack(mlp.down_proj.weight.detach())),
+            attention_norm=self._float(layer.input_layernorm.weight),
+            mlp_norm=self._float(layer.post_attention_layernorm.weight),
+            qkv_bias=None if biases[0] is None else self._float(torch.cat(biases)),
+            q_norm=None if norms[0] is None else self._float(norms[0].weight),
+            k_norm=None if norms[1] is None else self._float(norms[1].weight),
+        )
+
+
+class NativeHeads:
+    """Medusa heads through the kernels. See :class:`backends.runner.HeadsRunner`."""
+
+    def __init__(self, runner: NativeRunner, heads: MedusaHeads) -> None:
+        if heads.inner_size % LANES:
+            raise ValueError(f"inner size {heads.inner_size} of the heads is not a multiple of {LANES}")
+        self._runner = runner
+        self._heads = heads
+        self.num_heads = heads.num_heads
+        dtype = runner.dtype
+        ids = heads.draft_token_ids
+        self._draft_ids = np.arange(runner.vocab_size, dtype=np.int32) if ids is None else ids.numpy()
+        up = pack(heads.up.weight.detach().to(dtype).flatten(0, 1))
+        down = torch.stack([pack(weight.to(dtype)) for weight in heads.down.weight.detach()])
+        # Rows of lm_head are taken back out of the packed operand: [units, K / step, 16, step] -> [V, K].
+        packed = runner._lm_head
+        if ids is not None:
+            rows = packed.permute(0, 2, 1, 3).reshape(-1, runner.hidden_size)[ids.long()]
+            packed = pack(rows)
+        assert heads.up.bias is not None
+        bias = heads.up.bias.detach().to(torch.float32).flatten().contiguous()
+        self._kept = (up, down, packed, bias)
+        self._vocab_padded = packed.shape[0] * LANES
+        self._struct = lib.Heads(
+            heads=self.num_heads,
+            hidden=runner.hidden_size,
+            inner=heads.inner_size,
+            in_size=heads.up.weight.shape[2],
+            draft_vocab_padded=self._vocab_padded,
+            is_bf16=runner._is_bf16,
+            up=up.data_ptr(),
+            down=down.data_ptr(),
+            draft_lm_head=packed.data_ptr(),
+            up_bias=bias.data_ptr(),
+        )
+
+    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+        runner, n = self._runner, len(contexts)
+        pending = [context[-1] for context in contexts]
+        k = min(k, len(self._draft_ids))
+        hidden = hidden.contiguous()
+        block_input = self._heads.block_input(hidden, runner.embeddings[pending]).contiguous()
+        rows = self.num_heads * n
+        logits = torch.empty(rows, self._vocab_padded, dtype=torch.float32)
+        if runner._lib.mg_heads_logits(
+            runner._pool,
+            ctypes.byref(self._struct),
+            block_input.data_ptr(),
+            hidden.data_ptr(),
+            n,
+            logits.data_ptr(),
+        ):
+            raise MemoryError("no memory for the heads")
+        ids = np.empty((self.num_heads, n, k), dtype=np.int32)
+        probabilities = np.empty((self.num_heads, n, k), dtype=np.float32)
+        runner._lib.mg_top_k(
+            runner._pool,
+            logits.data_ptr(),
+            rows,
+            self._vocab_padded,
+            len(self._draft_ids),
+            k,
+            ids.ctypes.data,
+            probabilities.ctypes.data,
+        )
+        tokens = self._draft_ids[ids]
+        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(n)]

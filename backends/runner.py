@@ -1,0 +1,79 @@
+"""What the engine asks of a model, whatever runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from backends.batch import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """The heads' best guesses for one sequence: ``tokens`` [heads, k] int, ``probabilities`` [heads, k] float."""
+
+    tokens: NDArray[np.int32]
+    probabilities: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """Sampling parameters of rows to draw, as arrays of one value per row. ``uniform`` in [0, 1)."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    uniform: NDArray[np.float64]
+
+
+class ModelRunner(Protocol):
+    """A model with its KV pool of ``num_pages`` pages and, after them, ``scratch_slots`` slots for candidate nodes.
+
+    Every method's result for one row is bitwise the same whatever other rows are in the call.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    device: torch.device
+    hidden_size: int
+    vocab_size: int
+    num_pages: int
+    max_rows: int
+    max_context: int
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Run the rows, store their keys and values; returns final-norm hidden states [outputs, H]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``lm_head`` of hidden states [n, H] -> [n, V] float32."""
+        ...
+
+    def copy_slots(self, source: list[int], target: list[int]) -> None:
+        """Copy keys and values between slots in every layer."""
+        ...
+
+    def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
+        """Lowest index of the maximum of each named row of [R, V]."""
+        ...
+
+    def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
+        """One token drawn from each named row after temperature, top-k, top-p and min-p, in that order."""
+        ...
+
+
+class HeadsRunner(Protocol):
+    """Medusa heads bound to a runner's weights."""
+
+    num_heads: int
+
+    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+        """Guesses for n sequences: ``contexts`` are their tokens so far, the last one *pending* (not yet run);
+        ``hidden`` [n, H] are the final-norm states at the positions before the pending tokens. ``contexts`` must not
+        be changed."""
+        ...

@@ -1,0 +1,236 @@
+"""Types that cross package borders. Nothing here imports torch: policy, telemetry and gateway may import this file."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from backends.tree import CandidateTree
+
+Method = Literal["medusa", "vanilla"]
+Acceptance = Literal["exact", "typical"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Values are already validated (the gateway checks ranges and names fields).
+
+    ``temperature`` 0 means greedy; so does one so small that float32 could not divide by it. ``top_k`` 0, ``top_p`` 1
+    and ``min_p`` 0 switch those filters off.
+    ``logprobs`` None: none wanted; 0: of the chosen token only; k: of the chosen one and the k best.
+    ``seed`` keys every random number together with the absolute position of the token it draws.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    max_tokens: int = 256
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingPlan:
+    """How one request is decoded, and why.
+
+    ``tree`` None lets the engine plan a tree every step from the heads' own probabilities and the measured cost of a
+    row, with at most ``max_nodes`` nodes and ``num_heads`` levels. A given tree is used as it is.
+    """
+
+    method: Method = "medusa"
+    num_heads: int = 4
+    tree: CandidateTree | None = None
+    max_nodes: int = 32
+    acceptance: Acceptance = "exact"
+    rule: str = "default"
+    reason: str = "default plan"
+    policy_version: str = "embedded"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to decode. ``deadline_s``: seconds from submission after which it ends with reason "deadline".
+
+    ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    plan: DecodingPlan
+    deadline_s: float | None = None
+    stats_key: str = ""
+
+
+@dataclass(slots=True)
+class DecodeCounters:
+    """Raw sums over decode steps since they were last taken; one object per ``stats_key``. Only ever added to.
+
+    ``attempts[h]``: steps in which head h's guess could be checked, that is, everything before it was emitted in the
+    same step. ``hits[h][r]``: of those, how often its guess of rank r was right. ``vanilla_us``: what the same tokens
+    would have cost without speculation in the same batches, by the cost table; ``spent_us``: what they did cost by the
+    table; ``measured_us``: wall time, shared out evenly over the sequences of each step. ``control_*``: the part that
+    came from requests with a vanilla plan.
+    """
+
+    steps: int = 0
+    medusa_steps: int = 0
+    rows: int = 0
+    emitted_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    vanilla_us: int = 0
+    spent_us: int = 0
+    measured_us: int = 0
+    control_steps: int = 0
+    control_tokens: int = 0
+    control_vanilla_us: int = 0
+    control_measured_us: int = 0
+    attempts: list[int] = field(default_factory=list)
+    hits: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of a token under softmax of the model's raw logits (before penalties and temperature)."""
+
+    token_id: int
+    token: str
+    logprob: float
+    token_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationStats:
+    """Raw counts of one finished (or running) sequence. Rates are derived where they are read."""
+
+    method: Method
+    num_heads: int = 0
+    max_nodes: int = 0
+    steps: int = 0
+    medusa_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    emitted_tokens: int = 0
+    speedup_estimate: float = 1.0
+    reason: str = ""
+    acceptance: Acceptance = "exact"
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.emitted_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def lossless(self) -> bool:
+        return self.acceptance == "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """What one step added to one sequence: text that is safe to show, and the tokens behind it.
+
+    ``finish_reason`` is set on the last chunk only, together with ``stats``; ``error`` explains reason "error".
+    ``num_tokens`` counts completion tokens so far, after any cut at a stop.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    num_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    stats: GenerationStats | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model as other packages need to know it."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+    num_heads: int
+    dtype: str
+    device: str
+    created: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A snapshot of how busy an engine is."""
+
+    running: int
+    waiting: int
+    kv_pages_used: int
+    kv_pages_total: int
+    max_running: int
+
+
+class GenerationHandle(Protocol):
+    """The stream of one submitted request. Iterate it once; ``abort`` is synchronous, idempotent and thread-safe."""
+
+    def __aiter__(self) -> AsyncIterator[TokenChunk]: ...
+
+    def abort(self) -> None: ...
+
+
+class Decoder(Protocol):
+    """An engine as the gateway sees it."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def submit(self, request: GenerationRequest) -> GenerationHandle:
+        """Queue a request; call from a running asyncio loop. Raises :class:`EngineStopped` after close."""
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def take_counters(self) -> dict[str, DecodeCounters]:
+        """Counters since the last call, by ``stats_key``, and start new ones. Thread-safe; nothing is taken twice."""
+        ...
+
+    def close(self) -> None:
+        """Abort what runs, stop the engine thread. Idempotent."""
+        ...
+
+
+class ChatTokenizer(Protocol):
+    """Text in, token ids out, for the served model."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Apply the model's chat template (with the generation prompt) and tokenise."""
+        ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+class EngineStopped(RuntimeError):
+    """The engine no longer takes requests (shut down, or its thread died)."""
