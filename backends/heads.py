@@ -1,0 +1,251 @@
+"""Medusa heads: the torch module, and the project's own checkpoint format (``medusa-gateway/1``).
+
+A checkpoint is a folder with ``config.json`` and ``medusa_heads.safetensors``:
+
+==================== ============================ ==================================================================
+tensor               shape                        meaning
+==================== ============================ ==================================================================
+``up.weight``        [heads, inner, input]        input is H ("hidden") or 2H ("hidden+token")
+``up.bias``          [heads, inner]
+``down.weight``      [heads, H, inner]
+``draft_token_ids``  [draft vocabulary] int32     optional, ascending; absent: the whole vocabulary
+==================== ============================ ==================================================================
+
+Head ``i`` (counted from 0) guesses the token at position ``t + 2 + i`` from the backbone's final-norm hidden state at
+position ``t``; position ``t + 1`` is the *pending* token, sampled but not yet run through the backbone. Unlike the
+heads of the Medusa paper (Cai et al., 2024, section 2.1) the block also sees the pending token's input embedding, known
+before anything is drafted (the idea of Hydra, Ankner et al., 2024, without its sequential part), and the output
+projection is the backbone's own ``lm_head``, cut down to frequent tokens (FR-Spec, Zhao et al., 2025).
+
+Other flavours of checkpoints are not read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+FORMAT = "medusa-gateway/1"
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "medusa_heads.safetensors"
+
+HeadInput = Literal["hidden", "hidden+token"]
+
+
+class HeadsError(ValueError):
+    """Heads that can't be used with this backbone; the message says why."""
+
+
+class MedusaHeads(nn.Module):
+    """All heads of one backbone, stacked so that one batched product evaluates them.
+
+    ``h = x + W_down silu(W_up [x / rms(x); e / rms(e)] + b_up)`` for every head, with ``x`` the hidden state and ``e``
+    the embedding of the pending token. ``W_down`` starts at zero: an untrained head says what ``lm_head`` says.
+    """
+
+    draft_token_ids: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        inner_size: int,
+        *,
+        head_input: HeadInput = "hidden+token",
+        draft_token_ids: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.head_input: HeadInput = head_input
+        input_size = hidden_size * (2 if head_input == "hidden+token" else 1)
+        self.up = _StackedLinear(num_heads, input_size, inner_size, bias=True)
+        self.down = _StackedLinear(num_heads, inner_size, hidden_size, bias=False)
+        self.register_buffer("draft_token_ids", draft_token_ids)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = self.up.weight.shape[2] ** -0.5
+        nn.init.uniform_(self.up.weight, -bound, bound)
+        assert self.up.bias is not None
+        nn.init.zeros_(self.up.bias)
+        nn.init.zeros_(self.down.weight)
+
+    @property
+    def num_heads(self) -> int:
+        return self.up.weight.shape[0]
+
+    @property
+    def inner_size(self) -> int:
+        return self.up.weight.shape[1]
+
+    def block_input(self, hidden: torch.Tensor, pending_embedding: torch.Tensor) -> torch.Tensor:
+        """What ``W_up`` is fed: [n, input]."""
+        normed = F.rms_norm(hidden, (self.hidden_size,), eps=1e-6)
+        if self.head_input == "hidden":
+            return normed
+        return torch.cat([normed, F.rms_norm(pending_embedding, (self.hidden_size,), eps=1e-12)], dim=-1)
+
+    def propose_hidden(self, hidden: torch.Tensor, pending_embedding: torch.Tensor) -> torch.Tensor:
+        """Hidden states whose ``lm_head`` logits are the heads' guesses.
+
+        ``hidden`` [n, H]: final-norm states; ``pending_embedding`` [n, H]: input embeddings of the token after each
+        (ignored by heads of input "hidden"). Returns [heads, n, H] in the dtype of ``hidden``.
+        """
+        inputs = self.block_input(hidden, pending_embedding).expand(self.num_heads, -1, -1)
+        return hidden + self.down(F.silu(self.up(inputs)))
+
+    forward = propose_hidden
+
+
+class _StackedLinear(nn.Module):
+    """One linear layer per head: [heads, n, in] -> [heads, n, out]."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, num_heads: int, input_size: int, output_size: int, *, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_heads, output_size, input_size))
+        self.bias = nn.Parameter(torch.empty(num_heads, output_size)) if bias else None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.to(inputs.dtype).transpose(1, 2)
+        if self.bias is None:
+            return torch.bmm(inputs, weight)
+        return torch.baddbmm(self.bias.to(inputs.dtype).unsqueeze(1), inputs, weight)
+
+
+def backbone_fingerprint(model: nn.Module) -> str:
+    """A name for the weights that heads were trained on: equal weights give equal names, in float32 or bfloat16.
+
+    Hashes name, shape and the first values of every parameter as loaded by transformers (before an engine fuses or
+    quantises them), so it takes milliseconds; a change that leaves the first row of every tensor alone goes unseen.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        sample = parameter.detach().reshape(-1)[:64].to("cpu", torch.bfloat16).contiguous()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def save_heads(heads: MedusaHeads, folder: Path, *, config: dict[str, Any]) -> None:
+    """Write the heads in bfloat16. ``config`` adds to (``backbone``, ``accuracy``, ...) what the tensors tell."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in heads.state_dict().items()
+    }
+    settings = {
+        "format": FORMAT,
+        "num_heads": heads.num_heads,
+        "inner_size": heads.inner_size,
+        "input": heads.head_input,
+        "draft_vocab_size": None if heads.draft_token_ids is None else len(heads.draft_token_ids),
+        **config,
+    }
+    # Whoever loads the folder meanwhile finds whole files, old or new.
+    staged = folder / f".{WEIGHTS_FILE}.tmp"
+    save_file(tensors, staged, metadata={"format": FORMAT})
+    staged.chmod(0o644)
+    os.replace(staged, folder / WEIGHTS_FILE)
+    staged = folder / f".{CONFIG_FILE}.tmp"
+    staged.write_text(json.dumps(settings, indent=2) + "\n")
+    os.replace(staged, folder / CONFIG_FILE)
+
+
+def read_heads_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a heads folder. Raises :class:`HeadsError` when it is missing or of another format."""
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise HeadsError(f"{path} can't be read: {error.strerror}") from None
+    except ValueError:
+        raise HeadsError(f"{path} is not JSON") from None
+    found = config.get("format") if isinstance(config, dict) else None
+    if found != FORMAT:
+        raise HeadsError(f"{path}: format is {found!r}; this version reads {FORMAT!r}")
+    return config
+
+
+def load_heads(folder: Path, *, hidden_size: int, vocab_size: int) -> MedusaHeads:
+    """Read a heads folder for a backbone of this size; float32 on the CPU, in eval mode.
+
+    Sizes and the number of heads come from the tensors. Raises :class:`HeadsError` naming what doesn't fit. That the
+    heads were trained on another backbone of the same size is not noticed here: compare
+    ``read_heads_config(folder)["backbone"]["fingerprint"]`` with :func:`backbone_fingerprint`.
+    """
+    config = read_heads_config(folder)
+    path = folder / WEIGHTS_FILE
+    try:
+        tensors = load_file(path)
+    except OSError as error:
+        raise HeadsError(f"{path} can't be read: {error}") from None
+    except SafetensorError as error:
+        raise HeadsError(f"{path} is not a safetensors file: {error}") from None
+    missing = {"up.weight", "up.bias", "down.weight"} - tensors.keys()
+    if missing:
+        raise HeadsError(f"{path} lacks {', '.join(sorted(missing))}")
+    up, down = tensors["up.weight"], tensors["down.weight"]
+    if up.dim() != 3 or down.dim() != 3:
+        raise HeadsError(f"{path}: up.weight and down.weight must be stacked over heads (3 dimensions)")
+    num_heads, inner_size, input_size = up.shape
+    trained_hidden = down.shape[1]
+    if trained_hidden != hidden_size:
+        raise HeadsError(f"{folder}: heads are for hidden size {trained_hidden}, the backbone has {hidden_size}")
+    trained_vocab = config.get("backbone", {}).get("vocab_size")
+    if trained_vocab != vocab_size:
+        raise HeadsError(f"{folder}: heads are for a vocabulary of {trained_vocab}, the backbone has {vocab_size}")
+    if down.shape != (num_heads, hidden_size, inner_size) or tensors["up.bias"].shape != (num_heads, inner_size):
+        raise HeadsError(f"{path}: shapes of up.weight, up.bias and down.weight do not belong together")
+    inputs: dict[int, HeadInput] = {hidden_size: "hidden", 2 * hidden_size: "hidden+token"}
+    if input_size not in inputs:
+        raise HeadsError(f"{path}: up.weight takes {input_size} inputs; expected {hidden_size} or {2 * hidden_size}")
+    heads = MedusaHeads(
+        hidden_size,
+        num_heads,
+        inner_size,
+        head_input=inputs[input_size],
+        draft_token_ids=_checked_draft_ids(tensors.get("draft_token_ids"), vocab_size, path),
+    )
+    heads.load_state_dict({name: tensor for name, tensor in tensors.items() if name in heads.state_dict()})
+    return heads.eval().requires_grad_(False)
+
+
+def _checked_draft_ids(ids: torch.Tensor | None, vocab_size: int, path: Path) -> torch.Tensor | None:
+    if ids is None:
+        return None
+    if ids.dtype != torch.int32 or ids.dim() != 1 or not len(ids):
+        raise HeadsError(f"{path}: draft_token_ids must be a list of int32")
+    if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size:
+        raise HeadsError(f"{path}: draft_token_ids must ascend within the vocabulary of {vocab_size}")
+    return ids
+
+
+def describe_heads(folder: Path) -> dict[str, Any]:
+    """What a heads folder holds, by its tensors; ``config.json`` beside it. Raises :class:`HeadsError`."""
+    config = read_heads_config(folder)
+    backbone = config.get("backbone", {})
+    heads = load_heads(folder, hidden_size=backbone.get("hidden_size", -1), vocab_size=backbone.get("vocab_size", -1))
+    path = folder / WEIGHTS_FILE
+    return {
+        "format": FORMAT,
+        "num_heads": heads.num_heads,
+        "inner_size": heads.inner_size,
+        "input": heads.head_input,
+        "draft_vocab_size": backbone["vocab_size"] if heads.draft_token_ids is None else len(heads.draft_token_ids),
+        "bytes": path.stat().st_size,
+        "backbone": backbone,
+        "training": config.get("training"),
+        "accuracy": config.get("accuracy"),
+        "tokens_per_step": config.get("tokens_per_step"),
+    }

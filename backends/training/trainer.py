@@ -1,0 +1,203 @@
+"""The training loop: heads on cached hidden states, cross-entropy over the draft vocabulary, exact resumption."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from backends.heads import HeadInput, MedusaHeads
+from backends.training.dataset import HiddenStates
+from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss
+
+CHECKPOINT_FILE = "checkpoint.pt"
+
+
+class TrainingError(RuntimeError):
+    """Training can't go on; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """``head_loss_decay``: head ``i`` counts ``decay ** i`` in the loss (0.8 in the Medusa paper, section 2.2.1).
+
+    ``soft_share``: how much of a target is the backbone's distribution (its ``soft_ranks`` likeliest tokens) rather
+    than the one token that the answer has.
+    """
+
+    num_heads: int = 4
+    inner_size: int = 1152
+    head_input: HeadInput = "hidden+token"
+    epochs: int = 6
+    batch_size: int = 1024
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    dropout: float = 0.15
+    warmup_share: float = 0.03
+    head_loss_decay: float = 0.8
+    draft_vocab_size: int | None = 8192
+    soft_share: float = 0.8
+    soft_ranks: int = 16
+    seed: int = 0
+
+
+def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> float:
+    """Linear warm-up, then a cosine down to 2% of the peak."""
+    warmup = max(1, round(total_steps * options.warmup_share))
+    if step < warmup:
+        return options.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, total_steps - warmup)
+    return options.learning_rate * (0.02 + 0.98 * (1 + math.cos(math.pi * progress)) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingProgress:
+    step: int
+    total_steps: int
+    loss: float
+    learning_rate: float
+    seconds: float
+
+
+class HeadsTrainer:
+    """Trains heads on cached states. Equal options, states and steps give equal heads, resumed or not."""
+
+    def __init__(
+        self,
+        states: HiddenStates,
+        projection: OutputProjection,
+        options: TrainingOptions,
+        *,
+        work_dir: Path,
+        initial: MedusaHeads | None = None,
+    ) -> None:
+        self.states = states
+        self.projection = projection
+        self.options = options
+        self.work_dir = work_dir
+        self.rows = states.select(held_out=False)
+        if not len(self.rows):
+            raise TrainingError("no training answers: all prompts fall into the held-out share; bring more prompts")
+        self.target_columns = projection.draft_index(states.targets(options.num_heads))
+        self.teacher = Teacher(states, projection, options.soft_ranks) if options.soft_share else None
+        torch.manual_seed(options.seed)
+        self.heads = MedusaHeads(
+            projection.embeddings.shape[1],
+            options.num_heads,
+            options.inner_size,
+            head_input=options.head_input,
+            draft_token_ids=projection.draft_token_ids,
+        )
+        if initial is not None:
+            self.heads.load_state_dict(initial.state_dict())
+        self.optimizer = torch.optim.AdamW(
+            self.heads.parameters(),
+            lr=options.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=options.weight_decay,
+            fused=True,
+        )
+        self.step = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.rows) / self.options.batch_size)
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps_per_epoch * self.options.epochs
+
+    def run(
+        self,
+        *,
+        until_step: int | None = None,
+        checkpoint_every_s: float = 120.0,
+        progress: Callable[[TrainingProgress], object] = lambda progress: None,
+        on_epoch: Callable[[int], object] = lambda epoch: None,
+    ) -> MedusaHeads:
+        """Train from where this trainer stands to the end (or to ``until_step``), saving checkpoints on the way."""
+        last_saved = started = time.monotonic()
+        stop = self.total_steps if until_step is None else min(until_step, self.total_steps)
+        order = self._order(self.step // self.steps_per_epoch)
+        while self.step < stop:
+            epoch, batch = divmod(self.step, self.steps_per_epoch)
+            if batch == 0:
+                order = self._order(epoch)
+            loss = self._train_batch(order[batch * self.options.batch_size :][: self.options.batch_size])
+            rate = self.optimizer.param_groups[0]["lr"]
+            self.step += 1
+            progress(TrainingProgress(self.step, self.total_steps, loss, rate, time.monotonic() - started))
+            if self.step % self.steps_per_epoch == 0:
+                on_epoch(self.step // self.steps_per_epoch)
+            if time.monotonic() - last_saved > checkpoint_every_s:
+                self.save_checkpoint()
+                last_saved = time.monotonic()
+        self.save_checkpoint()
+        return self.heads
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.options.seed * 100_003 + epoch)
+        return self.rows[torch.randperm(len(self.rows), generator=generator)]
+
+    def _train_batch(self, rows: torch.Tensor) -> float:
+        # Dropout is keyed by the step, so that a resumed run draws the same masks.
+        torch.manual_seed(self.options.seed * 1_000_003 + self.step)
+        self.heads.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate_at(self.step, self.total_steps, self.options)
+        columns = self.target_columns[:, rows]
+        targets = (
+            self.teacher.mix(rows, columns, self.options.soft_share) if self.teacher else Targets.of_columns(columns)
+        )
+        loss = heads_loss(
+            self.heads,
+            self.projection,
+            self.states.hidden[rows].to(self.projection.lm_head_rows.dtype),
+            self.states.tokens[rows],
+            targets,
+            dropout=self.options.dropout,
+            head_loss_decay=self.options.head_loss_decay,
+        )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.item()
+
+    def save_checkpoint(self) -> None:
+        self.work_dir.mkdir(parents=True, exist_ok=True)
+        staged = self.work_dir / f".{CHECKPOINT_FILE}.tmp"
+        torch.save(
+            {
+                "options": dataclasses.asdict(self.options),
+                "training_rows": len(self.rows),
+                "step": self.step,
+                "heads": self.heads.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+            },
+            staged,
+        )
+        os.replace(staged, self.work_dir / CHECKPOINT_FILE)
+
+    def resume(self) -> bool:
+        """Go on from the checkpoint in ``work_dir``; False when there is none.
+
+        Raises :class:`TrainingError` when it was made with other options or other data.
+        """
+        path = self.work_dir / CHECKPOINT_FILE
+        if not path.exists():
+            return False
+        saved = torch.load(path, weights_only=True)
+        if saved["options"] != dataclasses.asdict(self.options) or saved["training_rows"] != len(self.rows):
+            raise TrainingError(f"{path} was made with other options or answers; delete it or drop --resume")
+        self.heads.load_state_dict(saved["heads"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        self.step = saved["step"]
+        return True

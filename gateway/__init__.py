@@ -1,0 +1,1 @@
+"""HTTP side of medusa-gateway: OpenAI-compatible API, admission, streaming and the command line."""

@@ -1,0 +1,1 @@
+"""Subcommands of ``medusa-gateway``, one module each."""

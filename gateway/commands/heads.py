@@ -1,0 +1,139 @@
+"""``medusa-gateway heads``: train, evaluate and inspect Medusa heads. The work is done in :mod:`backends.training`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backends.training.distill import Backbone
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register ``heads`` with its subcommands; each sets ``run``, which takes the parsed arguments."""
+    heads = subparsers.add_parser("heads", help="train, evaluate or inspect Medusa heads")
+    commands = heads.add_subparsers(dest="heads_command", required=True)
+
+    train = commands.add_parser("train", help="train heads on a model's own answers (self-distillation)")
+    _add_model(train)
+    train.add_argument("--prompts", type=Path, help="JSON lines with id, prompt and (optional) label")
+    train.add_argument(
+        "--answers", type=Path, nargs="+", default=[], help="answers made before (.jsonl.gz): skips generation"
+    )
+    train.add_argument("--out", type=Path, required=True, help="folder for the heads")
+    train.add_argument("--work-dir", type=Path, help="answers, states and checkpoints; default: OUT.work")
+    train.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work dir")
+    train.add_argument("--heads", type=int, default=4)
+    train.add_argument("--inner", type=int, default=1152, help="width of each head's block")
+    train.add_argument("--input", choices=("hidden", "hidden+token"), default="hidden+token")
+    train.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens to draft from; 0: all")
+    train.add_argument("--epochs", type=int, default=6)
+    train.add_argument("--batch", type=int, default=1024, help="positions a step")
+    train.add_argument("--lr", type=float, default=3e-3)
+    train.add_argument(
+        "--soft-share", type=float, default=0.8, help="share of a target that is the model's distribution"
+    )
+    train.add_argument("--dropout", type=float, default=0.15)
+    train.add_argument("--weight-decay", type=float, default=0.05)
+    train.add_argument("--max-new-tokens", type=int, default=192, help="length of generated answers")
+    train.add_argument("--seed", type=int, default=0)
+    train.set_defaults(run=run_train)
+
+    evaluate = commands.add_parser("eval", help="accuracy and tokens per step on held-out answers")
+    _add_model(evaluate)
+    evaluate.add_argument("--heads", type=Path, required=True, help="heads folder")
+    evaluate.add_argument("--answers", type=Path, nargs="+", required=True)
+    evaluate.add_argument("--work-dir", type=Path, help="keep the hidden states here; default: a temporary folder")
+    evaluate.add_argument("--json", action="store_true")
+    evaluate.set_defaults(run=run_eval)
+
+    inspect = commands.add_parser("inspect", help="what a heads folder holds")
+    inspect.add_argument("folder", type=Path)
+    inspect.set_defaults(run=run_inspect)
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from backends.training.distill import TrainingRun, train_heads
+    from backends.training.trainer import TrainingOptions
+
+    options = TrainingOptions(
+        num_heads=args.heads,
+        inner_size=args.inner,
+        head_input=args.input,
+        epochs=args.epochs,
+        batch_size=args.batch,
+        learning_rate=args.lr,
+        soft_share=args.soft_share,
+        dropout=args.dropout,
+        weight_decay=args.weight_decay,
+        draft_vocab_size=args.draft_vocab or None,
+        seed=args.seed,
+    )
+    run = TrainingRun(
+        prompts=args.prompts,
+        answers=tuple(args.answers),
+        out=args.out,
+        work_dir=args.work_dir or args.out.with_name(args.out.name + ".work"),
+        options=options,
+        resume=args.resume,
+        max_new_tokens=args.max_new_tokens,
+        command=shlex.join(["medusa-gateway", *sys.argv[1:]]),
+    )
+    return _reporting_errors(lambda: train_heads(_backbone(args), run))
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    from backends.training.distill import evaluate_folder, report_text
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    def evaluate() -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            work_dir = args.work_dir or Path(scratch)
+            report = evaluate_folder(_backbone(args), args.heads, args.answers, work_dir, log=log)
+        print(json.dumps(report.to_json()) if args.json else report_text(report))
+
+    return _reporting_errors(evaluate)
+
+
+def run_inspect(args: argparse.Namespace) -> int:
+    from backends.heads import describe_heads
+
+    return _reporting_errors(lambda: print(json.dumps(describe_heads(args.folder), indent=2)))
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=None, help="local model folder; default: the demo model")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
+
+
+def _backbone(args: argparse.Namespace) -> Backbone:
+    from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
+    from backends.training.distill import load_backbone, use_threads
+
+    use_threads(args.threads or os.cpu_count() or 1)
+    if args.model in (None, DEMO_MODEL_NAME):
+        return load_backbone(prepare_demo_model(), name=DEMO_MODEL_NAME)
+    return load_backbone(Path(args.model))
+
+
+def _reporting_errors(work: Any) -> int:
+    """Run ``work``; a mistake in the input is told in one line, anything else keeps its traceback."""
+    from backends.demo import DemoModelError
+    from backends.heads import HeadsError
+    from backends.training.dataset import AnswersError
+    from backends.training.trainer import TrainingError
+
+    try:
+        work()
+    except (AnswersError, TrainingError, HeadsError, DemoModelError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
