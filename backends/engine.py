@@ -1,0 +1,184 @@
+"""The engine's thread, and the asyncio streams that lead out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from backends.engine_core import Emission, EngineCore
+from backends.types import DecodeCounters, EngineLoad, EngineStopped, GenerationRequest, ModelInfo, TokenChunk
+
+log = logging.getLogger(__name__)
+
+# A step that breaks ends the requests in it; an engine that breaks this often in a row is not worth keeping.
+_STEPS_TO_DIE = 3
+
+
+class Generation:
+    """See :class:`backends.types.GenerationHandle`."""
+
+    def __init__(self, engine: Engine, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.request_id = request_id
+        self.loop = loop
+        self._engine = engine
+        self._chunks: asyncio.Queue[TokenChunk] = asyncio.Queue()
+        self._closed = False
+
+    def put(self, chunk: TokenChunk) -> None:
+        """Deliver a chunk; called in the handle's own loop."""
+        self._chunks.put_nowait(chunk)
+
+    async def __aiter__(self) -> AsyncIterator[TokenChunk]:
+        while True:
+            chunk = await self._chunks.get()
+            yield chunk
+            if chunk.finish_reason is not None:
+                return
+
+    def abort(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._engine.abort(self.request_id)
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What other threads have asked for since the last step. Guarded by ``changed``."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    added: deque[GenerationRequest] = field(default_factory=deque)
+    aborted: deque[str] = field(default_factory=deque)
+    stopping: bool = False
+
+
+class Engine:
+    """Runs an :class:`EngineCore` in a thread of its own. See :class:`backends.types.Decoder`.
+
+    An exception in a step ends the requests of that step with reason "error"; three in a row end the engine.
+    """
+
+    def __init__(self, core: EngineCore, info: ModelInfo, *, on_death: Callable[[], None] = lambda: None) -> None:
+        self._core = core
+        self._info = info
+        self._on_death = on_death
+        self._inbox = _Inbox()
+        self._handles: dict[str, Generation] = {}
+        self._load = core.load()
+        self._pending_adds = 0
+        self._alive = True
+        self._thread = threading.Thread(target=self._run, name="medusa-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def submit(self, request: GenerationRequest) -> Generation:
+        handle = Generation(self, request.request_id, asyncio.get_running_loop())
+        with self._inbox.changed:
+            if not self._alive or self._inbox.stopping:
+                raise EngineStopped("the engine is not running")
+            if request.request_id in self._handles:
+                raise ValueError(f"request id {request.request_id!r} is already in use")
+            self._handles[request.request_id] = handle
+            self._inbox.added.append(request)
+            self._inbox.changed.notify()
+        return handle
+
+    def abort(self, request_id: str) -> None:
+        """Free a request's pages before the next step; its stream ends with reason "abort". Harmless if it is over."""
+        with self._inbox.changed:
+            if request_id in self._handles:
+                self._inbox.aborted.append(request_id)
+                self._inbox.changed.notify()
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    def take_counters(self) -> dict[str, DecodeCounters]:
+        return self._core.counters.take()
+
+    def close(self) -> None:
+        with self._inbox.changed:
+            self._inbox.stopping = True
+            self._inbox.changed.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        failures = 0
+        try:
+            while self._take_orders():
+                try:
+                    self._deliver(self._core.step())
+                    failures = 0
+                except Exception as error:
+                    failures += 1
+                    log.exception("a step failed; its requests end with an error")
+                    self._deliver(self._core.fail_running(f"{type(error).__name__}: {error}"))
+                    if failures >= _STEPS_TO_DIE:
+                        log.critical("%d steps failed in a row; the engine stops", failures)
+                        return
+                self._load = self._core.load()
+        finally:
+            self._stop()
+
+    def _take_orders(self) -> bool:
+        """Wait for work and take in what was asked; False when it is time to stop."""
+        with self._inbox.changed:
+            while not (self._inbox.added or self._inbox.aborted or self._inbox.stopping or self._core.has_work):
+                self._inbox.changed.wait()
+            if self._inbox.stopping:
+                return False
+            added, self._inbox.added = self._inbox.added, deque()
+            aborted, self._inbox.aborted = self._inbox.aborted, deque()
+        refused: list[Emission] = []
+        for request in added:
+            try:
+                self._core.add(request)
+            except ValueError as error:
+                refused.append((request.request_id, TokenChunk(text="", finish_reason="error", error=str(error))))
+        for request_id in aborted:
+            self._core.abort(request_id)
+            refused.append((request_id, TokenChunk(text="", finish_reason="abort")))
+        self._deliver(refused)
+        self._load = self._core.load()
+        return True
+
+    def _deliver(self, emissions: list[Emission]) -> None:
+        """One wake-up a loop, however many chunks."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Generation, TokenChunk]]] = {}
+        with self._inbox.changed:
+            for request_id, chunk in emissions:
+                handle = self._handles.get(request_id)
+                if handle is None:
+                    continue
+                if chunk.finish_reason is not None:
+                    del self._handles[request_id]
+                by_loop.setdefault(handle.loop, []).append((handle, chunk))
+        for loop, chunks in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, chunks)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                for handle, _ in chunks:
+                    self._core.abort(handle.request_id)
+
+    def _stop(self) -> None:
+        with self._inbox.changed:
+            self._alive = False
+            left = list(self._handles)
+        self._deliver([(request_id, TokenChunk(text="", finish_reason="abort")) for request_id in left])
+        self._on_death()
+
+
+def _put_all(chunks: list[tuple[Generation, TokenChunk]]) -> None:
+    for handle, chunk in chunks:
+        handle.put(chunk)

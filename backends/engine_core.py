@@ -1,0 +1,344 @@
+"""The continuously batched loop, one step at a time; single-threaded, driven by :mod:`backends.engine`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from backends.batch import BatchBuilder
+from backends.cost import StepCost
+from backends.counters import CounterBook
+from backends.drafting import Draft, DraftRequest, plan_drafts
+from backends.kv_cache import PagePool
+from backends.runner import HeadsRunner, ModelRunner
+from backends.sequence import Sequence, SequenceStatus
+from backends.tokenizer import HfTokenizer
+from backends.types import EngineLoad, FinishReason, GenerationRequest, TokenChunk
+from backends.verify import AcceptResult, Candidate, verify
+
+Emission = tuple[str, TokenChunk]
+# Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
+Observer = Callable[[str, int, int, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """``max_rows``: rows of one step. ``prefill_rows``: rows that waiting prompts get in any case.
+
+    ``proposals``: guesses kept per head.
+    """
+
+    max_model_len: int
+    max_running: int = 32
+    max_rows: int = 256
+    prefill_rows: int = 64
+    proposals: int = 10
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_running + self.prefill_rows > self.max_rows:
+            raise ValueError("max_rows must hold max_running and prefill_rows")
+
+
+@dataclass(slots=True)
+class _Scheduled:
+    """A sequence in this step: ``first_row`` in the outputs; ``node_slots``: scratch slots of its candidates."""
+
+    sequence: Sequence
+    draft: Draft
+    first_row: int
+    node_slots: list[int]
+    decoding: bool
+    emitted: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is to be run, and what it costs by the table: ``spent_ms`` as planned, ``vanilla_ms`` without candidates."""
+
+    scheduled: list[_Scheduled]
+    batch: BatchBuilder
+    chunks: list[tuple[Sequence, int]]
+    spent_ms: float = 0.0
+    vanilla_ms: float = 0.0
+
+
+class EngineCore:
+    """Owns sequences and pages. Every method is called from one thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        heads: HeadsRunner | None,
+        tokenizer: HfTokenizer,
+        config: EngineConfig,
+        cost: StepCost,
+        clock: Callable[[], float],
+        observer: Observer | None = None,
+    ) -> None:
+        self.runner, self.heads, self.tokenizer = runner, heads, tokenizer
+        self.config, self.cost = config, cost
+        self._clock, self._observer = clock, observer
+        self.counters = CounterBook()
+        self._pool = PagePool(runner.num_pages)
+        self._scratch_base = runner.num_pages * 16
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, Sequence] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_pages_used=self._pool.used_pages,
+            kv_pages_total=self._pool.num_pages,
+            max_running=self.config.max_running,
+        )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request. Raises ValueError for one that can never run (the gateway refuses it before)."""
+        longest = len(request.prompt_token_ids) + request.sampling.max_tokens
+        if not request.prompt_token_ids:
+            raise ValueError("the prompt has no tokens")
+        if request.sampling.max_tokens < 1:
+            raise ValueError("max_tokens must be at least 1")
+        if longest > self.config.max_model_len or PagePool.pages_for(longest) > self._pool.num_pages:
+            raise ValueError(
+                f"{longest} tokens of prompt and answer don't fit the context of {self.config.max_model_len}"
+            )
+        if request.request_id in self._running or any(request.request_id == s.id for s in self._waiting):
+            raise ValueError(f"request id {request.request_id!r} is already in use")
+        self._waiting.append(Sequence(request, self.tokenizer, self.config.eos_token_ids, self._clock()))
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and free its pages at once; unknown ids are no error."""
+        sequence = self._running.get(request_id)
+        if sequence is not None:
+            self._retire(sequence)
+            return
+        for waiting in self._waiting:
+            if waiting.id == request_id:
+                self._waiting.remove(waiting)
+                return
+
+    def step(self) -> list[Emission]:
+        """Schedule, one packed forward, verify, commit, draft for the next step, emit."""
+        emissions = self._expire()
+        self._admit()
+        step = self._schedule()
+        if not step.batch.rows:
+            return emissions
+        began = self._clock()
+        hidden = self.runner.forward(step.batch.build())
+        for sequence, count in step.chunks:
+            sequence.computed += count
+        if not step.scheduled:
+            return emissions
+        logits = self.runner.logits(hidden)
+        results = verify(self.runner, logits, [self._candidate(item) for item in step.scheduled])
+        for item, result in zip(step.scheduled, results, strict=True):
+            try:
+                self._accept(item, result, logits)
+            except Exception as error:  # one request's text must not take the others down
+                item.sequence.finish_reason, item.sequence.error = "error", f"{type(error).__name__}: {error}"
+        self._commit(step.scheduled, results)
+        self._count(step, began)
+        self._propose(step.scheduled, results, hidden)
+        for item in step.scheduled:
+            emissions.append((item.sequence.id, item.sequence.take_chunk()))
+            if item.sequence.finish_reason is not None:
+                self._retire(item.sequence)
+        return emissions
+
+    def fail_running(self, message: str) -> list[Emission]:
+        """End everything that was in a step which broke as a whole."""
+        return [emission for s in list(self._running.values()) for emission in self._end(s, "error", message)]
+
+    def check_integrity(self) -> None:
+        """Raises :class:`backends.kv_cache.IntegrityError` unless pages and sequences add up."""
+        self._pool.check_integrity(self._running)
+
+    def _expire(self) -> list[Emission]:
+        now = self._clock()
+        late = [
+            s
+            for s in (*self._waiting, *self._running.values())
+            if s.request.deadline_s is not None and now - s.arrived >= s.request.deadline_s
+        ]
+        return [emission for sequence in late for emission in self._end(sequence, "deadline", None)]
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Emission]:
+        sequence.finish_reason, sequence.error = reason, error
+        chunk = sequence.take_chunk()
+        self.abort(sequence.id)
+        return [(sequence.id, chunk)]
+
+    def _retire(self, sequence: Sequence) -> None:
+        sequence.status = SequenceStatus.FINISHED
+        del self._running[sequence.id]
+        self._pool.release(sequence.id)
+
+    def _admit(self) -> None:
+        """First come, first served: a long request is not overtaken for ever by short ones."""
+        while self._waiting and len(self._running) < self.config.max_running:
+            pages = self._pool.reserve(self._waiting[0].id, self._waiting[0].longest)
+            if pages is None:
+                return
+            sequence = self._waiting.popleft()
+            sequence.pages, sequence.status = pages, SequenceStatus.PREFILL
+            self._running[sequence.id] = sequence
+
+    def _schedule(self) -> _Step:
+        decoding = [s for s in self._running.values() if s.status is SequenceStatus.DECODE]
+        chunks = self._prompt_chunks(len(decoding))
+        prompt_rows = sum(count for _, count in chunks)
+        requests = {
+            index: self._draft_request(sequence)
+            for index, sequence in enumerate(decoding)
+            if sequence.proposals is not None and sequence.remaining > 1
+        }
+        drafts = plan_drafts(
+            requests,
+            sequences=len(decoding),
+            other_rows=prompt_rows,
+            room=self.config.max_rows - len(decoding) - prompt_rows,
+            cost=self.cost,
+        )
+        batch = BatchBuilder(self._scratch_base)
+        scheduled = []
+        for index, sequence in enumerate(decoding):
+            draft = drafts.get(index) or Draft()
+            first_row = batch.outputs
+            slots = batch.add_tree(
+                sequence.pages, sequence.tokens[-1], len(sequence.tokens) - 1, draft.tokens, draft.parents
+            )
+            scheduled.append(_Scheduled(sequence, draft, first_row, slots, decoding=True))
+        for sequence, count in chunks:
+            start = sequence.computed
+            last = start + count == sequence.prompt_length
+            if last:
+                scheduled.append(_Scheduled(sequence, Draft(), batch.outputs, [], decoding=False))
+            batch.add_chunk(sequence.pages, sequence.tokens[start : start + count], start, last_output=last)
+        if not batch.rows:
+            return _Step(scheduled, batch, chunks)
+        return _Step(
+            scheduled,
+            batch,
+            chunks,
+            spent_ms=self.cost.step_ms(batch.rows, len(requests)),
+            vanilla_ms=self.cost.forward_ms(len(decoding) + prompt_rows),
+        )
+
+    def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
+        """Which prompts go on, by how many tokens. Beside decoding sequences they get ``prefill_rows`` at most."""
+        budget = self.config.prefill_rows if decoding else self.config.max_rows
+        chunks = []
+        for sequence in self._running.values():
+            if sequence.status is SequenceStatus.PREFILL and budget:
+                count = min(sequence.prompt_length - sequence.computed, budget)
+                budget -= count
+                chunks.append((sequence, count))
+        return chunks
+
+    def _draft_request(self, sequence: Sequence) -> DraftRequest:
+        plan = sequence.request.plan
+        assert sequence.proposals is not None
+        return DraftRequest(
+            proposals=sequence.proposals,
+            max_nodes=len(plan.tree) if plan.tree is not None else plan.max_nodes,
+            max_depth=min(plan.num_heads, sequence.remaining - 1),
+            trust=sequence.speculation.trust,
+            tree=plan.tree,
+        )
+
+    def _candidate(self, item: _Scheduled) -> Candidate:
+        sequence = item.sequence
+        return Candidate(
+            first_row=item.first_row,
+            position=len(sequence.tokens),
+            params=sequence.request.sampling,
+            processor=sequence.processor,
+            draft=item.draft,
+            acceptance=sequence.request.plan.acceptance,
+        )
+
+    def _accept(self, item: _Scheduled, result: AcceptResult, logits: torch.Tensor) -> None:
+        """Append the verified tokens up to the first that ends the answer."""
+        sequence = item.sequence
+        for token, row in zip(result.tokens, result.rows, strict=True):
+            logits_row = logits[item.first_row + row]
+            if self._observer is not None:
+                self._observer(sequence.id, len(sequence.tokens), token, logits_row)
+            item.emitted.append(token)
+            if sequence.accept(token, logits_row):
+                return
+
+    def _count(self, step: _Step, began: float) -> None:
+        """Books of the step. A sequence's time is its share: the step's over the sequences that decoded in it."""
+        decoded = [item for item in step.scheduled if item.decoding and item.emitted]
+        measured_ms = (self._clock() - began) * 1e3
+        for item in decoded:
+            sequence, counts, drafted = item.sequence, item.sequence.counts, len(item.draft.tokens)
+            counts.drafted += drafted
+            counts.accepted += len(item.emitted) - 1
+            counts.most_nodes = max(counts.most_nodes, drafted)
+            counts.medusa_steps += drafted > 0
+            counts.vanilla_ms += len(item.emitted) * step.vanilla_ms
+            counts.spent_ms += step.spent_ms
+            self.counters.add_step(
+                sequence.request.stats_key,
+                rows=1 + drafted,
+                emitted=item.emitted,
+                drafted=drafted,
+                proposals=sequence.proposals,
+                control=sequence.request.plan.method == "vanilla",
+                vanilla_ms=step.vanilla_ms / len(decoded),
+                spent_ms=step.spent_ms / len(decoded),
+                measured_ms=measured_ms / len(decoded),
+            )
+            if sequence.proposals is None:
+                sequence.speculation.rest()
+            elif sequence.request.plan.tree is None:
+                sequence.speculation.observe(
+                    expected=item.draft.expected,
+                    accepted=len(item.emitted) - 1,
+                    vanilla_ms=step.vanilla_ms,
+                    step_ms=step.spent_ms,
+                )
+        for item in step.scheduled:
+            item.sequence.counts.steps += 1
+
+    def _commit(self, scheduled: list[_Scheduled], results: list[AcceptResult]) -> None:
+        """Move the accepted candidates' keys and values from scratch into their sequences' pages."""
+        source, target = [], []
+        for item, result in zip(scheduled, results, strict=True):
+            sequence = item.sequence
+            sequence.status = SequenceStatus.DECODE
+            first = sequence.computed + item.decoding
+            sequence.computed = len(sequence.tokens) - 1
+            for offset, row in enumerate(result.rows[1 : sequence.computed - first + 1]):
+                page, place = divmod(first + offset, 16)
+                source.append(item.node_slots[row - 1])
+                target.append(sequence.pages[page] * 16 + place)
+        self.runner.copy_slots(source, target)
+
+    def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> None:
+        rows, sequences = [], []
+        for item, result in zip(scheduled, results, strict=True):
+            sequence = item.sequence
+            sequence.proposals = None
+            if sequence.finish_reason is None and sequence.remaining > 1 and sequence.speculation.wants_proposals:
+                rows.append(item.first_row + result.rows[-1])
+                sequences.append(sequence)
+        if not rows or self.heads is None:
+            return
+        contexts = [sequence.tokens for sequence in sequences]
+        proposals = self.heads.propose(hidden[rows], contexts, self.config.proposals)
+        for sequence, found in zip(sequences, proposals, strict=True):
+            sequence.proposals = found

@@ -1,0 +1,239 @@
+"""From a model's name to a running engine."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.cost import StepCost, measure
+from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
+from backends.engine import Engine
+from backends.engine_core import EngineConfig, EngineCore, Observer
+from backends.heads import MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
+from backends.hf_runner import HfRunner
+from backends.native.library import NativeUnavailable
+from backends.native.runner import NativeRunner
+from backends.runner import HeadsRunner, ModelRunner
+from backends.tokenizer import HfTokenizer
+from backends.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+DEMO_HEADS = Path(__file__).parent / "assets" / "smollm2-135m-instruct-heads"
+
+# Sizes at which the cost table is measured; enough to see where a step stops being bound by memory.
+_COST_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_COST_SEQUENCES = (1, 4, 16, 32)
+_COST_CONTEXT = 256
+_KV_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What ``medusa-gateway serve`` can set. ``model`` None: the demo model; "auto" and None: chosen here.
+
+    ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers".
+    """
+
+    model: str | None = None
+    heads: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_running: int | None = None
+    served_name: str | None = None
+    kv_tokens: int | None = None
+    runner: str = "auto"
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEngine:
+    decoder: Engine
+    tokenizer: HfTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCore:
+    """An engine core without a thread, for benchmarks and proofs."""
+
+    core: EngineCore
+    tokenizer: HfTokenizer
+    info: ModelInfo
+
+
+def open_engine(options: EngineOptions) -> OpenedEngine:
+    """Load everything, measure the cost table, start the engine's thread.
+
+    Raises OSError or ValueError for what the user can mend.
+    """
+    loaded = load_core(options)
+    return OpenedEngine(Engine(loaded.core, loaded.info), loaded.tokenizer)
+
+
+def load_core(options: EngineOptions, observer: Observer | None = None) -> LoadedCore:
+    """Load a model into an :class:`EngineCore`. Raises as :func:`open_engine` does."""
+    parts = load_parts(options)
+    return build_core(parts.model, parts.tokenizer, parts.heads, options, name=parts.name, observer=observer)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """A transformers model with its tokenizer and heads, before an engine is built around them."""
+
+    model: Any
+    tokenizer: HfTokenizer
+    heads: MedusaHeads | None
+    name: str
+
+
+def load_parts(options: EngineOptions) -> ModelParts:
+    """Load from disk or hub. Raises as :func:`open_engine` does."""
+    from transformers import AutoModelForCausalLM
+
+    folder = str(prepare_demo_model()) if options.model is None else options.model
+    name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
+    device = _device(options.device)
+    dtype = _dtype(options.dtype, device)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.to(device).eval()
+    tokenizer = HfTokenizer.from_pretrained(folder)
+    fingerprint = backbone_fingerprint(model)
+    return ModelParts(model, tokenizer, _load_heads(options, model.config, fingerprint), name)
+
+
+def build_core(
+    model: Any,
+    tokenizer: HfTokenizer,
+    heads: MedusaHeads | None,
+    options: EngineOptions,
+    *,
+    name: str,
+    cost: StepCost | None = None,
+    observer: Observer | None = None,
+) -> LoadedCore:
+    """An engine core around a loaded transformers model. ``cost`` None: measured here."""
+    config = model.config
+    longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    max_running = options.max_running or 32
+    engine_config = EngineConfig(
+        max_model_len=longest,
+        max_running=max_running,
+        max_rows=max(256, max_running + 64),
+        eos_token_ids=_eos_token_ids(model, tokenizer),
+    )
+    runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
+    bound = None if heads is None else runner.bind_heads(heads)
+    cost = cost or measure_cost(runner, bound)
+    info = ModelInfo(
+        name=name,
+        max_model_len=longest,
+        vocab_size=runner.vocab_size,
+        num_heads=0 if heads is None else heads.num_heads,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        created=int(time.time()),
+    )
+    core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer)
+    return LoadedCore(core, tokenizer, info)
+
+
+def measure_cost(runner: ModelRunner, heads: HeadsRunner | None) -> StepCost:
+    """The cost table of this model on this device, over a context of a few hundred tokens, in about two seconds."""
+    context = min(_COST_CONTEXT, runner.max_context - 2, (runner.num_pages - 1) * PAGE_SIZE)
+    pages = list(range(-(-(context + 1) // PAGE_SIZE)))
+
+    def forward(rows: int) -> torch.Tensor:
+        batch = BatchBuilder(runner.num_pages * PAGE_SIZE)
+        batch.add_tree(pages, 0, context, [0] * (rows - 1), [0] * (rows - 1))
+        return runner.logits(runner.forward(batch.build())).amax()
+
+    def propose(sequences: int) -> object:
+        assert heads is not None
+        hidden = torch.zeros(sequences, runner.hidden_size, dtype=runner.dtype, device=runner.device)
+        return heads.propose(hidden, [[0]] * sequences, 10)
+
+    rows = [size for size in _COST_ROWS if size <= runner.max_rows]
+    measure(rows[-1:], forward, time.perf_counter, repeats=1)  # first touch of the memory
+    sequences = measure(_COST_SEQUENCES, propose, time.perf_counter) if heads is not None else []
+    return StepCost.from_measurements(measure(rows, forward, time.perf_counter), sequences)
+
+
+def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> NativeRunner | HfRunner:
+    sizes = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
+    if options.runner != "transformers" and model.device.type == "cpu":
+        try:
+            return NativeRunner(model, threads=options.threads, **sizes)
+        except NativeUnavailable as error:
+            if options.runner == "native":
+                raise ValueError(f"the native runner can't run this model here: {error}") from error
+            log.warning("running through transformers, which is slower: %s", error)
+    elif options.runner == "native":
+        raise ValueError("the native runner runs on the CPU only")
+    return HfRunner(model, **sizes)
+
+
+def _kv_tokens(options: EngineOptions, model: Any, longest: int, max_running: int) -> int:
+    if options.kv_tokens is not None:
+        if options.kv_tokens < PAGE_SIZE:
+            raise ValueError(f"kv_tokens is {options.kv_tokens}; at least {PAGE_SIZE} are needed")
+        return options.kv_tokens
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
+    return max(longest, min(max_running * longest, _KV_BYTES // per_token))
+
+
+def _load_heads(options: EngineOptions, config: Any, fingerprint: str) -> MedusaHeads | None:
+    if options.heads is not None:
+        folder = Path(options.heads)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(options.heads))
+    elif options.model is None:
+        folder = DEMO_HEADS
+    else:
+        return None
+    heads = load_heads(folder, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    trained_for = read_heads_config(folder).get("backbone", {}).get("fingerprint")
+    if trained_for != fingerprint:
+        log.warning("%s: the heads were trained for another backbone; expect few accepted tokens", folder)
+    return heads
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda: no CUDA device is available to torch here; use --device cpu")
+    return torch.device(name)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _eos_token_ids(model: Any, tokenizer: HfTokenizer) -> frozenset[int]:
+    found: set[int] = set()
+    for value in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        if value is not None:
+            found.update(value if isinstance(value, list) else [value])
+    return frozenset(found)

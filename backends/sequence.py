@@ -1,0 +1,168 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+import torch
+
+from backends.runner import Proposals
+from backends.sampling import LogitProcessor
+from backends.speculation import Speculation
+from backends.text import TextStream
+from backends.tokenizer import HfTokenizer
+from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class Counts:
+    """Raw counts behind :class:`backends.types.GenerationStats`."""
+
+    steps: int = 0
+    medusa_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    most_nodes: int = 0
+    vanilla_ms: float = 0.0
+    spent_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Sequence:
+    """``tokens``: prompt and answer. Keys and values are in the cache for the first ``computed`` of them.
+
+    While decoding that is all but the last, the *pending* token.
+    """
+
+    request: GenerationRequest
+    tokenizer: HfTokenizer
+    eos_token_ids: frozenset[int]
+    arrived: float
+    status: SequenceStatus = SequenceStatus.WAITING
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    proposals: Proposals | None = None
+    processor: LogitProcessor | None = None
+    speculation: Speculation = field(init=False)
+    text: TextStream = field(init=False)
+    counts: Counts = field(default_factory=Counts)
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    error: str | None = None
+    _unsent: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.tokens = list(self.request.prompt_token_ids)
+        self.text = TextStream(sampling.stop, self.tokenizer.detokenizer().push)
+        self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
+        if LogitProcessor.wanted(sampling):
+            self.processor = LogitProcessor(
+                sampling,
+                prompt_ids=np.unique(np.array(self.request.prompt_token_ids, np.int64)),
+                ending_ids=np.array(sorted(self._ending_ids), np.int64),
+            )
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        return self.request.sampling.max_tokens - self.num_generated
+
+    @property
+    def longest(self) -> int:
+        """Positions that the sequence can ever need."""
+        return self.prompt_length + self.request.sampling.max_tokens
+
+    @property
+    def _ending_ids(self) -> frozenset[int]:
+        sampling = self.request.sampling
+        return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
+
+    def accept(self, token: int, logits_row: torch.Tensor) -> bool:
+        """Append one verified token; True when it ends the answer (nothing after it may be appended)."""
+        sampling = self.request.sampling
+        self.tokens.append(token)
+        self._unsent.append(token)
+        if self.processor is not None:
+            self.processor.counts[token] += 1
+        may_stop = self.num_generated > sampling.min_tokens
+        if may_stop and token in self._ending_ids:
+            self.finish_reason, self.stop_match = "stop", token
+            return True
+        start = len(self.text.text)
+        match = self.text.push(token, watch=may_stop)
+        if sampling.logprobs is not None and (match is None or start < len(self.text.text)):
+            self.text.add_logprobs(start, self._logprobs(token, logits_row, sampling.logprobs))
+        if match is not None:
+            self.finish_reason, self.stop_match = "stop", match
+        elif self.num_generated >= sampling.max_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def take_chunk(self) -> TokenChunk:
+        """Everything that may be sent now; the last chunk carries reason and statistics."""
+        final = self.finish_reason is not None
+        text, logprobs = self.text.take(final=final)
+        token_ids, self._unsent = tuple(self._unsent), []
+        return TokenChunk(
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            num_tokens=self.num_generated,
+            finish_reason=self.finish_reason,
+            stop_match=self.stop_match,
+            stats=self.stats() if final else None,
+            error=self.error,
+        )
+
+    def stats(self) -> GenerationStats:
+        plan, counts = self.request.plan, self.counts
+        reason = plan.reason
+        if self.speculation.pauses:
+            reason += f"; went vanilla {self.speculation.pauses} time(s) when drafts did not pay"
+        return GenerationStats(
+            method=plan.method,
+            num_heads=plan.num_heads if plan.method == "medusa" else 0,
+            max_nodes=counts.most_nodes,
+            steps=counts.steps,
+            medusa_steps=counts.medusa_steps,
+            drafted_tokens=counts.drafted,
+            accepted_draft_tokens=counts.accepted,
+            emitted_tokens=self.num_generated,
+            speedup_estimate=counts.vanilla_ms / counts.spent_ms if counts.spent_ms else 1.0,
+            reason=reason,
+            acceptance=plan.acceptance,
+        )
+
+    def _logprobs(self, token: int, logits_row: torch.Tensor, top: int) -> PositionLogprobs:
+        log_p = torch.log_softmax(logits_row.float(), dim=-1)
+        best = torch.topk(log_p, top) if top else None
+        ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()
+        return PositionLogprobs(
+            self._token_logprob(token, float(log_p[token])), tuple(self._token_logprob(i, value) for i, value in ranked)
+        )
+
+    def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        raw = self.tokenizer.token_bytes(token)
+        return TokenLogprob(token, raw.decode("utf-8", "replace"), logprob, raw)
