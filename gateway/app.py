@@ -1,0 +1,38 @@
+"""The Litestar application: routes, errors, limits. All it knows comes in through :class:`GatewayState`."""
+
+from __future__ import annotations
+
+from litestar import Litestar
+from litestar.datastructures import State
+from litestar.exceptions import HTTPException
+
+from gateway import completions, models
+from gateway.errors import handle_exception
+from gateway.openapi import openapi_route
+from gateway.request_id import RequestIdHeader
+from gateway.state import GatewayState
+
+ROUTES = (
+    completions.create_chat_completion,
+    completions.create_completion,
+    models.list_models,
+    models.retrieve_model,
+    models.health,
+    models.readiness,
+    models.pointer,
+)
+
+
+def create_app(state: GatewayState) -> Litestar:
+    """An app that serves ``state``. The caller keeps what is in it: nothing is closed when the app shuts down."""
+    return Litestar(
+        route_handlers=[*ROUTES, openapi_route(sorted(state.models))],
+        state=State({"gateway": state}),
+        exception_handlers={HTTPException: handle_exception, Exception: handle_exception},
+        before_send=[RequestIdHeader(state.new_id)],
+        request_max_body_size=state.settings.max_body_bytes,
+        # The document is made in gateway.openapi; errors are logged in gateway.errors; LITESTAR_DEBUG is not heeded.
+        openapi_config=None,
+        logging_config=None,
+        debug=False,
+    )

@@ -1,0 +1,143 @@
+"""``medusa-gateway serve``: load a model and its heads, and serve them."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from gateway.settings import GatewaySettings, is_loopback
+
+DEFAULT_PORT = 8080
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "serve",
+        help="serve a model over HTTP",
+        description="Serve a model with the OpenAI API. Without --model, the demo model with its trained heads.",
+    )
+    own = GatewaySettings()
+    add = parser.add_argument_group("model").add_argument
+    add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
+    add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: %(default)s")
+    add("--served-model-name", metavar="NAME", help="what clients ask for; default: the model's own name")
+
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-model-len", type=_positive, metavar="TOKENS", help="context window; default: the model's")
+    add("--max-running", type=_positive, metavar="N", help="sequences decoded at once; default: the engine's choice")
+    waiting = "sequences that may wait beside them; default: %(default)s"
+    add("--max-queue", type=_non_negative, metavar="N", default=own.max_queue, help=waiting)
+    add("--kv-tokens", type=_positive, metavar="TOKENS", help="size of the KV cache; default: by memory")
+    cap = "cap of an answer whose client sets none; default: %(default)s"
+    add("--default-max-tokens", type=_positive, metavar="N", default=own.default_max_tokens, help=cap)
+    add("--deadline", type=_seconds, metavar="SECONDS", help="cut every answer after this long; default: never")
+    add(
+        "--max-body-bytes",
+        type=_positive,
+        metavar="BYTES",
+        default=own.max_body_bytes,
+        help="largest request; default: %(default)s",
+    )
+
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="default: %(default)s")
+    add("--port", type=_port, default=DEFAULT_PORT, help="0 picks a free one; default: %(default)s")
+    patience = "what streams get to finish on SIGTERM; default: %(default)g"
+    add("--drain-timeout", type=_seconds, metavar="SECONDS", default=own.drain_timeout_s, help=patience)
+    add("--access-log", action="store_true", help="log every request")
+    add(
+        "--insecure-allow-remote",
+        action="store_true",
+        help="listen on an address that others can reach, although requests are not authenticated",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from gateway.cli import CommandError
+    from gateway.server import bind, run_server
+    from gateway.state import GatewayState, ServedModel
+
+    if not is_loopback(args.host) and not args.insecure_allow_remote:
+        raise CommandError(
+            f"--host {args.host} can be reached from other machines, and requests are not authenticated: keep "
+            "127.0.0.1 (behind a proxy of yours), or add --insecure-allow-remote if the network is trusted."
+        )
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Bound before the model is loaded: a taken port should not cost a minute to find out.
+    try:
+        bound = bind(args.host, args.port)
+    except OSError as error:
+        raise CommandError(f"can't listen on {args.host}:{args.port}: {error.strerror or error}") from error
+    try:
+        opened = _open_engine(args)
+        try:
+            decoder = opened.decoder
+            settings = GatewaySettings(
+                max_concurrent=args.max_running or decoder.load().max_running,
+                max_queue=args.max_queue,
+                default_max_tokens=args.default_max_tokens,
+                max_body_bytes=args.max_body_bytes,
+                deadline_s=args.deadline,
+                drain_timeout_s=args.drain_timeout,
+            )
+            models = {decoder.info.name: ServedModel(decoder, opened.tokenizer)}
+            run_server(GatewayState.create(models, settings), bound, access_log=args.access_log)
+        finally:
+            opened.decoder.close()
+    finally:
+        bound.close()
+    return 0
+
+
+def _open_engine(args: argparse.Namespace) -> Any:
+    from gateway.cli import CommandError
+
+    try:
+        # The only way from here to torch, taken when a model is really to be loaded.
+        from backends.loading import EngineOptions, open_engine
+    except ImportError as error:
+        raise CommandError(f"the engine can't be imported: {error}") from error
+    options = EngineOptions(
+        model=args.model,
+        heads=args.heads,
+        device=args.device,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_running=args.max_running,
+        served_name=args.served_model_name,
+        kv_tokens=args.kv_tokens,
+    )
+    try:
+        return open_engine(options)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"can't load {args.model or 'the demo model'}: {error}") from error
+
+
+def _number(kind: type[int] | type[float], low: float, high: float, text: str) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not low <= value <= high:
+        raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+    return value
+
+
+def _positive(text: str) -> int:
+    return _number(int, 1, 2**31 - 1, text)
+
+
+def _non_negative(text: str) -> int:
+    return _number(int, 0, 2**31 - 1, text)
+
+
+def _port(text: str) -> int:
+    return _number(int, 0, 65535, text)
+
+
+def _seconds(text: str) -> float:
+    return _number(float, 0.001, 86_400, text)

@@ -1,0 +1,70 @@
+"""``medusa-gateway verify-lossless``: prove on this machine that speculation changes neither tokens nor logits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "verify-lossless",
+        help="compare speculative with vanilla decoding, bit by bit",
+        description="Decode random prompts alone and vanilla, then with random trees in random batches, greedy and "
+        "sampled; compare tokens and logits bitwise. Exits 1 on any difference.",
+    )
+    add = parser.add_argument
+    add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
+    add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
+    add("--tiny", action="store_true", help="a random 2-layer model instead, for many prompts in little time")
+    add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
+    add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
+    add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add("--runner", choices=("auto", "native", "transformers"), default="auto", help="default: %(default)s")
+    add("--seed", type=int, default=0, help="default: %(default)s")
+    add("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from backends.proofs import prove
+
+    dtypes = ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,)
+    prompts = args.prompts or (5000 if args.tiny else 200)
+    parts = {}
+    for dtype in dtypes:
+        parts[dtype] = prove(
+            model=args.model,
+            heads=args.heads,
+            tiny=args.tiny,
+            dtype=dtype,
+            device=args.device,
+            runner=args.runner,
+            prompts=prompts,
+            max_tokens=args.max_tokens,
+            seed=args.seed,
+            progress=lambda done, total, dtype=dtype: _progress(dtype, done, total),
+        )
+    keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches")
+    total = {key: sum(getattr(part, key) for part in parts.values()) for key in keys}
+    if args.json:
+        detail = {
+            dtype: {**{key: getattr(part, key) for key in keys}, "accepted_draft_tokens": part.accepted}
+            for dtype, part in parts.items()
+        }
+        print(json.dumps({**total, "by_dtype": detail}))
+    else:
+        for dtype, part in parts.items():
+            print(
+                f"{dtype}: {part.prompts} prompts, {part.tokens} tokens, {part.accepted} draft tokens accepted, "
+                f"{part.token_mismatches} token mismatches, {part.logit_mismatches} logit mismatches"
+            )
+    return 0 if all(part.lossless for part in parts.values()) else 1
+
+
+def _progress(dtype: str, done: int, total: int) -> None:
+    if sys.stderr.isatty() and (done % 10 == 0 or done == total):
+        print(f"\r{dtype}: {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,134 @@
+"""``POST /v1/chat/completions`` and ``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from litestar import Request, post
+from litestar.response.base import ASGIResponse
+
+from gateway.inference import Answer, Call, answer_call
+from gateway.logprobs import CompletionLogprobsWriter, chat_logprobs
+from gateway.openai_responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+)
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.prompts import encode_messages, encode_prompts, plain_messages, split_prompts
+from gateway.request_body import BodyDecoder, read_json
+from gateway.results import ChoiceResult, decoding_report, usage
+from gateway.state import ServedModel, gateway_of
+from gateway.streaming import ChatChoiceWriter, CompletionChoiceWriter
+from gateway.validation import chat_logprobs as wanted_chat_logprobs
+from gateway.validation import refuse_best_of
+
+CHAT_BODIES = BodyDecoder(ChatCompletionRequest)
+COMPLETION_BODIES = BodyDecoder(CompletionRequest)
+
+
+class ChatCall(Call):
+    id_prefix = "chatcmpl-"
+    chunk_object = "chat.completion.chunk"
+    prompt_field = "messages"
+
+    def __init__(self, body: ChatCompletionRequest, served: ServedModel) -> None:
+        self.body = body
+        self.served = served
+        self.prompts = 1
+        self.logprobs = wanted_chat_logprobs(body)
+        self._messages = plain_messages(body.messages)
+
+    async def encode(self, inline_chars: int) -> Sequence[tuple[int, ...]]:
+        return [await encode_messages(self.served.tokenizer, self._messages, inline_chars)]
+
+    def choice_writer(self) -> ChatChoiceWriter:
+        return ChatChoiceWriter()
+
+    def response(self, answer: Answer, results: Sequence[ChoiceResult]) -> bytes:
+        choices = [
+            ChatChoice(
+                index=index,
+                message=AssistantMessage(result.text),
+                logprobs=None if self.logprobs is None else chat_logprobs(result.logprobs),
+                finish_reason=result.finish_reason,
+            )
+            for index, result in enumerate(results)
+        ]
+        return msgspec.json.encode(
+            ChatCompletion(
+                id=answer.id,
+                created=answer.created,
+                model=answer.model,
+                choices=choices,
+                usage=usage(answer.prompt_tokens, results),
+                decoding=decoding_report(answer.plan, results),
+            )
+        )
+
+
+class CompletionCall(Call):
+    id_prefix = "cmpl-"
+    chunk_object = "text_completion"
+    prompt_field = "prompt"
+
+    def __init__(self, body: CompletionRequest, served: ServedModel) -> None:
+        refuse_best_of(body)
+        self.body = body
+        self.served = served
+        self._prompts = split_prompts(body, served.decoder.info.vocab_size)
+        self.prompts = len(self._prompts)
+        self.logprobs = body.logprobs
+
+    async def encode(self, inline_chars: int) -> Sequence[tuple[int, ...]]:
+        return await encode_prompts(self.served.tokenizer, self._prompts, inline_chars)
+
+    def choice_writer(self) -> CompletionChoiceWriter:
+        return CompletionChoiceWriter()
+
+    def response(self, answer: Answer, results: Sequence[ChoiceResult]) -> bytes:
+        choices = [
+            CompletionChoice(
+                index=index,
+                text=result.text,
+                logprobs=None if self.logprobs is None else CompletionLogprobsWriter().write(result.logprobs),
+                finish_reason=result.finish_reason,
+            )
+            for index, result in enumerate(results)
+        ]
+        return msgspec.json.encode(
+            Completion(
+                id=answer.id,
+                created=answer.created,
+                model=answer.model,
+                choices=choices,
+                usage=usage(answer.prompt_tokens, results),
+                decoding=decoding_report(answer.plan, results),
+            )
+        )
+
+
+@post("/v1/chat/completions", status_code=200)
+async def create_chat_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
+    gateway = gateway_of(request)
+    body = CHAT_BODIES.decode(await read_json(request))
+    CHAT_BODIES.refuse_unsupported(body)
+    for index, message in enumerate(body.messages):
+        CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
+    if body.stream_options is not None:
+        CHAT_BODIES.refuse_unsupported(body.stream_options, at="stream_options.")
+    return await answer_call(ChatCall(body, gateway.served(body.model)), request, gateway)
+
+
+@post("/v1/completions", status_code=200)
+async def create_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
+    gateway = gateway_of(request)
+    body = COMPLETION_BODIES.decode(await read_json(request))
+    COMPLETION_BODIES.refuse_unsupported(body)
+    if body.stream_options is not None:
+        COMPLETION_BODIES.refuse_unsupported(body.stream_options, at="stream_options.")
+    return await answer_call(CompletionCall(body, gateway.served(body.model)), request, gateway)

@@ -1,0 +1,249 @@
+"""The shell around the policy: what keeps it current in the background, and the one call a request makes of it.
+
+A request reads two things that are replaced as a whole, the policy and the statistics; it waits for nothing and nobody.
+Counting, the policy file and the store each have a loop of their own, so that a store that hangs delays neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from backends.types import Decoder
+from policy.counters import StatsKey
+from policy.decision import Decision, decide
+from policy.fallback import Transition
+from policy.records import AlertRecord, DecisionLog, DecisionRecord, Event, EventKind, new_event_log
+from policy.runtime import PolicyRuntime
+from policy.spec import BUILT_IN_CLASSES, RequestFacts
+from policy.stabiliser import Held, HeldKey, stabilise
+from policy.statistics import Statistics
+from policy.store import MemoryStore, StatsStore
+from policy.syncing import StoreSync
+
+logger = logging.getLogger("gateway.controller")
+
+COUNT_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
+SYNC_EVERY_S = 1.0
+FLUSH_PATIENCE_S = 3.0
+PROBE_EVERY_S = 5.0
+"""A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
+FALLBACK_ALERT = "speculation_fallback"
+_MOST_HELD = 4096
+
+Classify = Callable[[Sequence[Mapping[str, Any]] | str], str]
+OpenStore = Callable[[], Awaitable[StatsStore]]
+
+
+async def memory_store() -> StatsStore:
+    return MemoryStore()
+
+
+class Controller:
+    """Used from one event loop only. ``classify`` names the class of a prompt; without it, prompts are unclassified.
+
+    ``listeners`` are called with every event, from the loop that found it; they must not block.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyRuntime,
+        *,
+        classify: Classify | None = None,
+        open_store: OpenStore = memory_store,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        replica: str | None = None,
+    ) -> None:
+        self.policy = policy
+        self.clock = clock
+        self.wall_clock = wall_clock
+        # Never the same twice: a replica's registers in the store are its own for ever.
+        self.statistics = Statistics(replica or uuid.uuid4().hex)
+        self.decisions = DecisionLog()
+        self.events = new_event_log()
+        self.alerts: list[AlertRecord] = []
+        self.listeners: list[Callable[[Event], None]] = []
+        self.fallback_count = 0
+        self.sync: StoreSync | None = None
+        self._classify = classify
+        self._open_store = open_store
+        self._store: StatsStore | None = None
+        self._held: dict[HeldKey, Held] = {}
+        self._probed_at: dict[tuple[str, str], float] = {}
+        self._running: list[asyncio.Task[None]] = []
+        self._decoders: Mapping[str, Decoder] = {}
+
+    @classmethod
+    def plain(cls) -> Controller:
+        """The shortest policy: everything on its default, no control group, statistics in memory."""
+        return cls(PolicyRuntime.from_text(b"version: 1\n"))
+
+    # What a request asks.
+
+    def class_of(self, prompt: Sequence[Mapping[str, Any]] | str | None) -> str:
+        """The class of chat messages or of a text; token ids (None) can't be classified."""
+        if prompt is None or self._classify is None:
+            return "unclassified"
+        return self._classify(prompt)
+
+    @property
+    def known_classes(self) -> list[str]:
+        return sorted({*BUILT_IN_CLASSES, *self.policy.spec.classes})
+
+    def decide(self, facts: RequestFacts, *, dry: bool = False) -> Decision:
+        """The stabilised decision. ``dry``: only asked, so nothing is remembered of it."""
+        now, name = self.clock(), (facts.model, facts.class_name)
+        spec, stats = self.policy.spec, self.statistics.live
+        state = stats.fallbacks.get(name)
+        in_fallback = state is not None and state.mode == "fallback"
+        due = (
+            in_fallback
+            and spec.of_class(facts.class_name).fallback.probe > 0
+            and now - self._probed_at.get(name, float("-inf")) >= PROBE_EVERY_S
+        )
+        decision = decide(spec, stats, facts, now, probe_due=due)
+        key = facts.model, facts.class_name, decision.bucket, decision.rule
+        held, decision = stabilise(decision, self._held.get(key), now)
+        if not dry:
+            if held is not None and (key in self._held or len(self._held) < _MOST_HELD):
+                self._held[key] = held
+            if in_fallback and decision.method == "medusa" and decision.arm == "policy":
+                self._probed_at[name] = now
+        return decision
+
+    def stats_key(self, facts: RequestFacts, bucket: str, arm: str) -> str:
+        return StatsKey(facts.model, facts.class_name, bucket, arm).encode()
+
+    def record(self, record: DecisionRecord, http_request_id: str | None = None) -> None:
+        self.decisions.add(record, http_request_id)
+
+    # What goes on in the background.
+
+    async def start(self, decoders: Mapping[str, Decoder]) -> None:
+        """Open the store and begin to count, to watch and to sync."""
+        self._decoders = decoders
+        self._store = await self._open_store()
+        self.sync = StoreSync(self.statistics, self._store)
+        loops = ((self.count, COUNT_EVERY_S), (self.poll_policy, POLL_EVERY_S), (self.sync_once, SYNC_EVERY_S))
+        self._running = [asyncio.create_task(self._every(seconds, work)) for work, seconds in loops]
+
+    async def stop(self) -> None:
+        """Count and write one last time, within moments. Idempotent."""
+        running, self._running = self._running, []
+        for task in running:
+            task.cancel()
+        for task in running:
+            with suppress(asyncio.CancelledError):
+                await task
+        store, self._store = self._store, None
+        if store is None or self.sync is None:
+            return
+        await self.count()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_PATIENCE_S):
+                await self.sync.flush()
+        await store.close()
+
+    async def count(self) -> None:
+        """Take the engines' counters in and see what follows from them."""
+        now, wall_time = self.clock(), self.wall_clock()
+        for decoder in self._decoders.values():
+            self.statistics.add_own(decoder.take_counters(), now, wall_time)
+        source = "fleet" if self.sync is not None and self.sync.health.ok else "local"
+        for name, transition in self.statistics.refresh(self.policy.spec, now, source):
+            self._note_transition(name, transition)
+
+    async def poll_policy(self) -> None:
+        # In a thread, since a file may lie on a network and YAML takes its time.
+        outcome = await asyncio.to_thread(self.policy.poll, self.wall_clock())
+        status = self.policy.status
+        if outcome == "accepted":
+            logger.warning("policy %s is in force, from %s", status.version, status.file)
+            self._emit("policy_accepted", f"policy {status.version} is in force")
+        elif outcome == "rejected" and status.rejection is not None:
+            problems = status.rejection.problems
+            logger.error("policy refused, %s stays in force:\n%s", status.version, "\n".join(problems))
+            self._emit("policy_rejected", problems[0], values={"problems": list(problems)})
+
+    async def sync_once(self) -> None:
+        assert self.sync is not None
+        was = self.sync.health.ok
+        ok = await self.sync.sync(self.clock(), self.wall_clock())
+        if ok and was is False:
+            logger.warning("the statistics store answers again: %s", self.sync.health.store)
+            self._emit("store_up", f"{self.sync.health.store} answers again")
+        elif not ok and was is not False:
+            error = self.sync.health.error
+            logger.error("the statistics store is unavailable, decisions are from local statistics: %s", error)
+            self._emit("store_down", f"{self.sync.health.store}: {error}")
+
+    async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except Exception:
+                # One bad round must not end the loop: the next may well succeed, and requests go on meanwhile.
+                logger.exception("%s failed; it is tried again", getattr(work, "__name__", "background work"))
+            await asyncio.sleep(seconds)
+
+    # What people ask.
+
+    def health(self) -> dict[str, Any]:
+        """Whether decisions are made from what they should be made from. Never a reason to restart a gateway."""
+        status = self.policy.status
+        sync = self.sync
+        store = None if sync is None else sync.health
+        return {
+            "status": "ok" if store is not None and store.ok and status.rejection is None else "degraded",
+            "policy": "rejected edit" if status.rejection is not None else "ok",
+            "store": None
+            if store is None
+            else {
+                "name": store.store,
+                "ok": store.ok,
+                "durable": store.durable,
+                "for_s": round(self.clock() - store.since, 3),
+                "failures": store.failures,
+                "error": store.error,
+            },
+            "classifier": self._classify is not None,
+            "replica": self.statistics.replica,
+        }
+
+    def _note_transition(self, name: tuple[str, str], transition: Transition) -> None:
+        model, class_name = name
+        now = self.wall_clock()
+        values = {"speedup": round(transition.speedup, 4), "steps": round(transition.steps)}
+        if transition.to == "fallback":
+            self.fallback_count += 1
+            logger.warning("%s/%s falls back to vanilla: %s", model, class_name, transition.reason)
+            self.alerts.append(AlertRecord(FALLBACK_ALERT, "warning", model, class_name, transition.reason, now))
+            del self.alerts[:-256]
+            self._emit("fallback", transition.reason, model, class_name, values)
+            return
+        logger.warning("%s/%s speculates again: %s", model, class_name, transition.reason)
+        self.alerts[:] = [
+            alert.resolved(now) if (alert.model, alert.class_name) == name and alert.resolved_at is None else alert
+            for alert in self.alerts
+        ]
+        self._emit("resumed", transition.reason, model, class_name, values)
+
+    def _emit(
+        self,
+        kind: EventKind,
+        message: str,
+        model: str | None = None,
+        class_name: str | None = None,
+        values: dict[str, Any] | None = None,
+    ) -> None:
+        event = Event(kind, self.wall_clock(), message, model, class_name, values or {})
+        self.events.append(event)
+        for listener in self.listeners:
+            listener(event)

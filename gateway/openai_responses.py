@@ -1,0 +1,137 @@
+"""What clients get back, as msgspec structs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+FinishReasonOut = Literal["stop", "length"]
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class DecodingReport(Struct):
+    """Extension: how the request was decoded, over all its sequences, and why that way.
+
+    ``accepted_tokens_per_step`` counts every emitted token, so vanilla decoding has 1. ``speedup_estimate`` is against
+    vanilla decoding in the same batch. ``lossless`` false: the answer may differ from vanilla decoding's.
+    """
+
+    method: Literal["medusa", "vanilla"]
+    heads: int
+    nodes: int
+    steps: int
+    accepted_tokens_per_step: float
+    drafted_tokens: int
+    accepted_draft_tokens: int
+    speedup_estimate: float
+    lossless: bool
+    reason: str
+    rule: str
+    policy_version: str
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprobOut(Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[TokenLogprobOut]
+    refusal: None = None
+
+
+class CompletionLogprobs(Struct):
+    """``text_offset`` counts characters of the returned text that are complete before the token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class AssistantMessage(Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReasonOut
+
+
+class ChatCompletion(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    decoding: DecodingReport
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReasonOut
+
+
+class Completion(Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    decoding: DecodingReport
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ModelCard(Struct):
+    """``max_model_len``, ``num_heads``, ``dtype`` and ``device`` are extensions."""
+
+    id: str
+    created: int
+    owned_by: str
+    max_model_len: int
+    num_heads: int
+    dtype: str
+    device: str
+    object: Literal["model"] = "model"
+
+
+class ModelList(Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class Health(Struct):
+    status: Annotated[str, Meta(examples=["ok"])]
+
+
+class Pointer(Struct):
+    """What ``GET /`` answers: where to look."""
+
+    service: str
+    version: str
+    models: list[str]
+    api: str = "/v1"
+    openapi: str = "/schema/openapi.json"
+    health: str = "/healthz"
+    readiness: str = "/readyz"

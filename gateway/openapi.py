@@ -1,0 +1,115 @@
+"""The OpenAPI document, made from the msgspec structs that decode the requests: it can't drift from what is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from litestar import get
+from litestar.handlers import HTTPRouteHandler
+from litestar.response.base import ASGIResponse
+
+from gateway.errors import ErrorBody
+from gateway.openai_responses import ChatCompletion, Completion, Health, ModelCard, ModelList, Pointer
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.version import package_version
+
+_REF = "#/components/schemas/{name}"
+
+_ERRORS = {
+    400: "The request is refused; the message names the field and how to mend it.",
+    404: "No such model or route.",
+    413: "The body is too large.",
+    415: "The body is not application/json.",
+    429: "The queue is full. Retry-After says when to try again.",
+    500: "The engine or the gateway failed.",
+    503: "Draining, or the engine is gone. Try again, elsewhere if possible.",
+}
+
+
+def openapi_document(models: Sequence[str]) -> dict[str, Any]:
+    """The document for a gateway that serves ``models``."""
+    structs = [ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion]
+    structs += [ModelList, ModelCard, Health, Pointer, ErrorBody]
+    _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
+    for name in ("ChatCompletionRequest", "CompletionRequest"):
+        if models:
+            schemas[name]["properties"]["model"] = {"type": "string", "enum": list(models)}
+    name_parameter = {
+        "name": "model_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string", "minLength": 1},
+        "description": "A served name; a slash in it needs no escaping.",
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "medusa-gateway",
+            "version": package_version(),
+            "description": "OpenAI-compatible completions, decoded with Medusa trees or vanilla. Fields that are not "
+            "listed are refused by name. `decoding` is an extension in requests and responses.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": {
+            "/v1/chat/completions": {
+                "post": _completion("createChatCompletion", "ChatCompletionRequest", "ChatCompletion")
+            },
+            "/v1/completions": {"post": _completion("createCompletion", "CompletionRequest", "Completion")},
+            "/v1/models": {"get": _read("listModels", "ModelList")},
+            "/v1/models/{model_id}": {
+                "get": {**_read("retrieveModel", "ModelCard", 404), "parameters": [name_parameter]}
+            },
+            "/healthz": {"get": _read("health", "Health")},
+            "/readyz": {"get": _read("readiness", "Health", 503)},
+            "/": {"get": _read("pointer", "Pointer")},
+        },
+        "components": {"schemas": schemas},
+    }
+
+
+def _schema(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
+
+
+def _responses(statuses: Sequence[int]) -> dict[str, Any]:
+    return {str(status): {"description": _ERRORS[status], "content": _schema("ErrorBody")} for status in statuses}
+
+
+def _read(operation: str, result: str, *errors: int) -> dict[str, Any]:
+    return {
+        "operationId": operation,
+        "responses": {"200": {"description": "As asked.", "content": _schema(result)}, **_responses((400, *errors))},
+    }
+
+
+def _completion(operation: str, body: str, result: str) -> dict[str, Any]:
+    events = {
+        "schema": {
+            "type": "object",
+            "description": "One event. `data` is a chunk in JSON; that of the last event is `[DONE]`.",
+            "properties": {"data": {"type": "string"}},
+            "required": ["data"],
+        }
+    }
+    success = {
+        "description": "The answer, as server-sent events if `stream` is true.",
+        "content": {**_schema(result), "text/event-stream": events},
+    }
+    return {
+        "operationId": operation,
+        "requestBody": {"required": True, "content": _schema(body)},
+        "responses": {"200": success, **_responses(tuple(_ERRORS))},
+    }
+
+
+def openapi_route(models: Sequence[str]) -> HTTPRouteHandler:
+    """``GET /schema/openapi.json``, encoded once."""
+    document = msgspec.json.encode(openapi_document(models))
+
+    @get("/schema/openapi.json")
+    async def openapi_json() -> ASGIResponse:
+        return ASGIResponse(body=document, media_type="application/json", status_code=200)
+
+    return openapi_json

@@ -1,0 +1,117 @@
+"""Runs the app under uvicorn: binds, says where it listens, and drains on SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from gateway.app import create_app
+from gateway.state import GatewayState
+
+logger = logging.getLogger("gateway")
+
+UNWIND_S = 5.0
+"""What connections get to finish writing after the drain, before uvicorn cancels them."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that doesn't listen yet: a taken port is known before a model is loaded. Raises OSError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    bound.set_inheritable(False)
+    return bound
+
+
+def url_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def greeting(url: str, model: str) -> str:
+    """What is printed when the gateway is ready: the URL, and a line to try it with."""
+    body = {
+        "model": model,
+        "stream": True,
+        "messages": [{"role": "user", "content": "Write a Python function that reverses a string."}],
+    }
+    return (
+        f"medusa-gateway serves {model} at {url}/v1\n"
+        f"try it:  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
+    )
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn's server, with a drain before its shutdown.
+
+    uvicorn closes its listener first and then waits. Here the listener stays open while streams finish, so that
+    ``/readyz`` and new requests get a 503 that a load balancer understands instead of a refused connection. A second
+    signal stops waiting.
+    """
+
+    def __init__(
+        self, state: GatewayState, *, on_ready: Callable[[], None] | None = None, access_log: bool = False
+    ) -> None:
+        config = uvicorn.Config(
+            create_app(state),
+            lifespan="on",
+            ws="none",
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            server_header=False,
+            timeout_graceful_shutdown=int(UNWIND_S),
+        )
+        super().__init__(config)
+        self._gateway = state
+        self._on_ready = on_ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self._on_ready is not None and self.started:
+            self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by the signal. Not passed on to uvicorn: it would raise the signal again after a clean exit."""
+        if self._gateway.admission.draining or self._loop is None or not self.started:
+            self.should_exit = True
+            self.force_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self) -> None:
+        """Drain, then shut down. Idempotent; call from the server's own loop."""
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        timeout_s = self._gateway.settings.drain_timeout_s
+        if running := self._gateway.admission.in_flight:
+            logger.warning("draining: %d sequences may run for up to %g s more", running, timeout_s)
+        aborted = await self._gateway.admission.drain(timeout_s)
+        if aborted:
+            logger.warning("drain timeout: %d requests were aborted", aborted)
+        self.should_exit = True
+
+
+def run_server(state: GatewayState, bound: socket.socket, *, access_log: bool = False) -> None:
+    """Serve until a signal and a drain end it. Closes ``bound``; leaves the decoders to the caller."""
+    model = next(iter(state.models), "none")
+
+    def announce() -> None:
+        print(greeting(url_of(bound), model), flush=True)
+
+    GatewayServer(state, on_ready=announce, access_log=access_log).run(sockets=[bound])

@@ -1,0 +1,41 @@
+"""What an operator can set about the HTTP side. Frozen: a running gateway never changes its settings."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+MEBIBYTE = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    """Limits of the HTTP side. The engine has its own limits; these only bound what reaches it.
+
+    ``max_concurrent`` sequences are expected to run at once and ``max_queue`` more may wait in the engine's queue;
+    what is past both is refused with 429. ``deadline_s`` None means that a request may take as long as it needs.
+    """
+
+    max_concurrent: int = 32
+    max_queue: int = 128
+    default_max_tokens: int = 1024
+    max_body_bytes: int = 4 * MEBIBYTE
+    deadline_s: float | None = None
+    drain_timeout_s: float = 30.0
+    max_logit_bias: int = 1024
+    inline_tokenize_chars: int = 16_384
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that may be in the engine or waiting for it."""
+        return self.max_concurrent + self.max_queue
+
+
+def is_loopback(host: str) -> bool:
+    """Whether binding to ``host`` reaches this machine only. Names other than localhost are not resolved: not local."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,162 @@
+"""Server-sent events. At thousands of chunks a second, what is the same in every event of a stream is encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, Protocol
+
+import msgspec
+from litestar.response.streaming import ASGIStreamingResponse
+
+from backends.types import DecodingPlan, TokenChunk
+from gateway.errors import APIError, handle_unexpected
+from gateway.generation import Generation
+from gateway.logprobs import CompletionLogprobsWriter, chat_logprobs
+from gateway.results import ChoiceResult, decoding_report, usage
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # nginx would otherwise hold events back until its buffer is full.
+    "x-accel-buffering": "no",
+}
+
+_encode = msgspec.json.encode
+
+
+class ChoiceWriter(Protocol):
+    """How an endpoint writes what is inside ``choices: [{"index": i, ...}]`` of a chunk."""
+
+    def opening(self) -> bytes | None:
+        """The inside of a choice's first event, if it has one of its own."""
+        ...
+
+    def delta(self, chunk: TokenChunk) -> bytes: ...
+
+    def finish(self, finish_reason: str) -> bytes: ...
+
+
+class ChatChoiceWriter:
+    """``delta`` objects of chat.completion.chunk."""
+
+    def opening(self) -> bytes:
+        return b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+
+    def delta(self, chunk: TokenChunk) -> bytes:
+        logprobs = _encode(chat_logprobs(chunk.logprobs)) if chunk.logprobs else b"null"
+        return b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
+
+    def finish(self, finish_reason: str) -> bytes:
+        return b'"delta":{},"logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+
+
+class CompletionChoiceWriter:
+    """``text`` of text_completion chunks."""
+
+    def __init__(self) -> None:
+        self._logprobs = CompletionLogprobsWriter()
+
+    def opening(self) -> None:
+        return None
+
+    def delta(self, chunk: TokenChunk) -> bytes:
+        logprobs = _encode(self._logprobs.write(chunk.logprobs)) if chunk.logprobs else b"null"
+        return b'"text":%b,"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
+
+    def finish(self, finish_reason: str) -> bytes:
+        return b'"text":"","logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+
+
+class StreamWriter:
+    """Turns the chunks of one request into events. Holds the running results, for usage and the decoding report."""
+
+    def __init__(
+        self,
+        *,
+        response_id: str,
+        object_name: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        prompt_tokens: int,
+        plan: DecodingPlan,
+        writers: list[ChoiceWriter],
+    ) -> None:
+        same = {"id": response_id, "object": object_name, "created": created, "model": model}
+        self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
+        # With include_usage, OpenAI sends "usage": null in every event but the last.
+        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        self._indexed = [self._head + b'{"index":%d,' % i for i in range(len(writers))]
+        self._closing = b"}]" + self._tail
+        self._include_usage = include_usage
+        self._prompt_tokens = prompt_tokens
+        self._plan = plan
+        self._writers = writers
+        self._opened = [False] * len(writers)
+        self._results = [ChoiceResult() for _ in writers]
+
+    def event(self, index: int, chunk: TokenChunk, *, last: bool) -> bytes:
+        """The events of one chunk, joined; empty if it has nothing to show. ``last``: every sequence has finished."""
+        self._results[index].note(chunk)
+        writer, head = self._writers[index], self._indexed[index]
+        out = b""
+        if not self._opened[index]:
+            self._opened[index] = True
+            if (opening := writer.opening()) is not None:
+                out = head + opening + self._closing
+        if chunk.text or chunk.logprobs:
+            out += head + writer.delta(chunk) + self._closing
+        if chunk.finish_reason is not None:
+            finish = head + writer.finish(self._results[index].finish_reason)
+            if not last or self._include_usage:
+                out += finish + self._closing
+            else:
+                out += finish + b'}],"decoding":%b}\n\n' % self._report()
+            if last and self._include_usage:
+                counts = _encode(usage(self._prompt_tokens, self._results))
+                out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (counts, self._report())
+        return out
+
+    def _report(self) -> bytes:
+        return _encode(decoding_report(self._plan, self._results))
+
+
+async def events(
+    first: tuple[int, TokenChunk],
+    rest: AsyncIterator[tuple[int, TokenChunk]],
+    writer: StreamWriter,
+    generation: Generation,
+) -> AsyncGenerator[bytes, None]:
+    """The whole stream. A failure after the first byte can only be told inside it: an ``error`` event, then the end."""
+    try:
+        index, chunk = first
+        yield writer.event(index, chunk, last=generation.unfinished == 0)
+        async for index, chunk in rest:
+            if out := writer.event(index, chunk, last=generation.unfinished == 0):
+                yield out
+    except APIError as error:
+        yield b"data: %b\n\n" % error.body()
+    except Exception as error:
+        yield b"data: %b\n\n" % handle_unexpected(error, "a stream").body()
+    finally:
+        generation.close()
+    yield DONE
+
+
+class EventStream(ASGIStreamingResponse):
+    """Litestar's streaming response (what its ``Stream`` sends), which also calls ``close`` whatever happens.
+
+    The generator's own ``finally`` is not enough: a client that leaves before the first event is asked for leaves a
+    generator that never started, and those run no ``finally``.
+    """
+
+    def __init__(self, iterator: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(iterator=iterator, headers=HEADERS, media_type="text/event-stream", status_code=200)
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

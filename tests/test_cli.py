@@ -1,0 +1,160 @@
+"""The command line: what ``serve`` passes on, and how mistakes are told."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway import cli, server
+from gateway.commands import serve
+from gateway.server import bind, greeting, url_of
+from tests.fakes import FakeDecoder, FakeTokenizer
+
+
+@dataclass
+class EngineOptions:
+    model: str | None
+    heads: str | None
+    device: str
+    dtype: str
+    max_model_len: int | None
+    max_running: int | None
+    served_name: str | None
+    kv_tokens: int | None
+
+
+class FakeLoading(ModuleType):
+    """Stands in for ``backends.loading``, which would load torch and a model."""
+
+    EngineOptions = EngineOptions
+
+    def __init__(self) -> None:
+        super().__init__("backends.loading")
+        self.options: EngineOptions | None = None
+        self.error: Exception | None = None
+        self.decoder = FakeDecoder()
+
+    def open_engine(self, options: EngineOptions) -> Any:
+        self.options = options
+        if self.error is not None:
+            raise self.error
+        return SimpleNamespace(decoder=self.decoder, tokenizer=FakeTokenizer())
+
+
+@dataclass
+class Served:
+    state: Any = None
+    port: int = 0
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> FakeLoading:
+    fake = FakeLoading()
+    monkeypatch.setitem(sys.modules, "backends.loading", fake)
+    return fake
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    seen = Served()
+
+    def run_server(state: Any, bound: socket.socket, *, access_log: bool = False) -> None:
+        seen.state, seen.port = state, bound.getsockname()[1]
+
+    monkeypatch.setattr(server, "run_server", run_server)
+    yield seen
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("medusa-gateway ")
+
+
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["serve", "--port", "x"], ["serve", "--port", "70000"]])
+def test_mistakes_are_told_without_a_traceback(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_help_lists_only_commands_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    assert "serve" in capsys.readouterr().out
+    assert set(cli.available_commands()) <= set(cli.COMMANDS)
+
+
+def test_defaults(loading: FakeLoading, served: Served) -> None:
+    assert cli.main(["serve", "--port", "0"]) == 0
+    assert loading.options == EngineOptions(None, None, "auto", "auto", None, None, None, None)
+    assert list(served.state.models) == ["fake-model"]
+    assert served.state.settings.max_concurrent == loading.decoder.load().max_running
+    assert not loading.decoder.alive, "the engine is closed at the end"
+
+
+def test_options_are_passed_on(loading: FakeLoading, served: Served) -> None:
+    options = (
+        "--model m --heads h --device cpu --dtype float32 --served-model-name s --max-model-len 99 --kv-tokens 1000"
+    )
+    limits = (
+        "--max-running 3 --max-queue 0 --drain-timeout 1.5 --deadline 9 --default-max-tokens 7 --max-body-bytes 100"
+    )
+    assert cli.main(["serve", "--port", "0", *options.split(), *limits.split()]) == 0
+    assert loading.options == EngineOptions("m", "h", "cpu", "float32", 99, 3, "s", 1000)
+    settings = served.state.settings
+    assert (settings.capacity, settings.drain_timeout_s, settings.deadline_s) == (3, 1.5, 9.0)
+    assert (settings.default_max_tokens, settings.max_body_bytes) == (7, 100)
+
+
+@pytest.mark.parametrize("error", [OSError("no such\n  folder"), ValueError("bad config")])
+def test_a_model_that_cannot_be_loaded(
+    loading: FakeLoading, served: Served, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loading.error = error
+    assert cli.main(["serve", "--port", "0", "--model", "m"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("medusa-gateway: error: can't load m: ")
+    assert told.count("\n") == 1
+
+
+def test_a_taken_port_is_known_before_the_model_is_loaded(
+    loading: FakeLoading, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        assert cli.main(["serve", "--port", str(taken.getsockname()[1])]) == 2
+    assert "can't listen on 127.0.0.1" in capsys.readouterr().err
+    assert loading.options is None
+
+
+def test_remote_hosts_need_a_flag(loading: FakeLoading, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "--insecure-allow-remote" in capsys.readouterr().err
+    assert loading.options is None
+    assert cli.main(["serve", "--host", "0.0.0.0", "--port", "0", "--insecure-allow-remote"]) == 0
+
+
+def test_greeting() -> None:
+    told = greeting("http://127.0.0.1:8080", "smollm2-135m-instruct")
+    assert "http://127.0.0.1:8080/v1\n" in told
+    assert "curl -N http://127.0.0.1:8080/v1/chat/completions" in told
+
+
+def test_url_of_ipv6() -> None:
+    try:
+        bound = bind("::1", 0)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with bound:
+        assert url_of(bound).startswith("http://[::1]:")
+
+
+def test_serve_has_its_own_parser() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    assert parser.parse_args(["serve"]).run is serve.run
