@@ -20,6 +20,7 @@ from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
 from backends.runner import HeadsRunner, ModelRunner
+from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
 from backends.tokenizer import HfTokenizer
 from backends.types import ModelInfo
 
@@ -36,7 +37,8 @@ _KV_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """What ``medusa-gateway serve`` can set. ``model`` None: the demo model; "auto" and None: chosen here.
+    """What ``medusa-gateway serve`` can set. ``model`` None: the demo model; "tiny-random": a random one, for tests;
+    "auto" and None: chosen here.
 
     ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers".
     """
@@ -96,7 +98,12 @@ class ModelParts:
 def load_parts(options: EngineOptions) -> ModelParts:
     """Load from disk or hub. Raises as :func:`open_engine` does."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if options.model == TINY_MODEL_NAME:
+        dtype = _dtype(options.dtype, torch.device("cpu"))
+        return ModelParts(tiny_model(dtype=dtype), tiny_tokenizer(), tiny_heads(), TINY_MODEL_NAME)
+    transformers_logging.disable_progress_bar()
     folder = str(prepare_demo_model()) if options.model is None else options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
     device = _device(options.device)

@@ -55,7 +55,10 @@ class TextStream:
         piece = self.text[self._shown : end] if end > self._shown else ""
         self._shown = max(self._shown, end)
         ready = 0
-        while ready < len(self._logprobs) and (final or self._logprobs[ready][1] <= self._shown):
+        # A token without text of its own belongs to what follows: a stop string that begins there still drops it.
+        while ready < len(self._logprobs) and (
+            final or (self._logprobs[ready][0] < self._shown and self._logprobs[ready][1] <= self._shown)
+        ):
             ready += 1
         entries = tuple(entry for _, _, entry in self._logprobs[:ready])
         del self._logprobs[:ready]

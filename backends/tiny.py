@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from backends.heads import MedusaHeads
 from backends.tokenizer import HfTokenizer
 
+TINY_MODEL_NAME = "tiny-random"
+
 _SPECIALS = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
 _TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

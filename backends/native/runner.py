@@ -47,6 +47,11 @@ def unsupported_reason(model: Any) -> str | None:
     return None
 
 
+def _usable_cores() -> int:
+    """Cores that this process may use: fewer than the machine's in a container or under taskset."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -71,7 +76,7 @@ class NativeRunner:
         if reason:
             raise lib.NativeUnavailable(reason)
         self._lib = lib.load_library()
-        self.threads = threads or min(torch.get_num_threads(), os.cpu_count() or 1)
+        self.threads = threads or min(torch.get_num_threads(), _usable_cores())
         config = model.config
         self.dtype: torch.dtype = model.dtype
         self.device = torch.device("cpu")

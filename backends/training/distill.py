@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
-import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from backends.heads import MedusaHeads, backbone_fingerprint, load_heads, save_heads
+from backends.heads import MedusaHeads, load_heads, save_heads
+from backends.training.answers import generate_answers, read_prompts
+from backends.training.backbone import Backbone
 from backends.training.dataset import (
     Answer,
     AnswersError,
@@ -24,130 +21,11 @@ from backends.training.dataset import (
     cache_hidden_states,
     load_hidden_states,
     read_answers,
-    read_jsonl,
 )
 from backends.training.evaluate import ALL_CLASSES, EvaluationReport, evaluate
 from backends.training.model_card import count_licences, write_model_card
 from backends.training.objective import OutputProjection, frequent_tokens
 from backends.training.trainer import HeadsTrainer, TrainingError, TrainingOptions
-
-
-@dataclass(frozen=True)
-class Backbone:
-    """A frozen causal language model and its tokenizer, as transformers loads them."""
-
-    name: str
-    model: Any
-    tokenizer: Any
-    fingerprint: str
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.config.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.model.config.vocab_size
-
-    @property
-    def end_token_ids(self) -> tuple[int, ...]:
-        ends = self.model.generation_config.eos_token_id
-        return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
-
-
-def use_threads(count: int) -> None:
-    """Let torch use ``count`` CPU threads in this process."""
-    torch.set_num_threads(count)
-
-
-def cpu_has_bf16() -> bool:
-    """Whether bfloat16 products run in hardware here; elsewhere they are slower than float32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-def load_backbone(folder: Path, *, name: str | None = None, dtype: torch.dtype | None = None) -> Backbone:
-    """Load a local model folder, in bfloat16 where the CPU has it. Raises what transformers raises."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    dtype = dtype or (torch.bfloat16 if cpu_has_bf16() else torch.float32)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.eval().requires_grad_(False)
-    return Backbone(name or folder.name, model, AutoTokenizer.from_pretrained(folder), backbone_fingerprint(model))
-
-
-def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Records with id, label and prompt. Raises :class:`AnswersError` for one that lacks id or prompt."""
-    prompts = list(read_jsonl(path))
-    for number, record in enumerate(prompts, start=1):
-        if not isinstance(record.get("prompt"), str) or "id" not in record:
-            raise AnswersError(f"{path}: record {number} needs id and prompt")
-    return prompts
-
-
-@torch.inference_mode()
-def generate_answers(
-    backbone: Backbone,
-    prompts: Sequence[dict[str, Any]],
-    path: Path,
-    *,
-    max_new_tokens: int = 192,
-    max_prompt_tokens: int = 512,
-    batch_size: int = 48,
-    progress: Callable[[int], object] = lambda answers: None,
-) -> None:
-    """Append the backbone's greedy answers to ``path`` (.jsonl.gz), skipping prompts answered there already.
-
-    Each prompt is one user message under the model's chat template. Longer prompts than ``max_prompt_tokens`` are left
-    out. ``progress`` is called with the answers of each finished batch.
-    """
-    done = list(read_jsonl(path)) if path.exists() else []
-    # A killed run leaves a torn gzip member behind, after which nothing could be read: start from a clean copy.
-    staged = path.with_name(f".{path.name}.tmp")
-    with gzip.open(staged, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(record) + "\n" for record in done)
-    os.replace(staged, path)
-    answered = {record["id"] for record in done}
-    tokenizer = backbone.tokenizer
-    waiting = []
-    for prompt in prompts:
-        if prompt["id"] in answered:
-            continue
-        message = [{"role": "user", "content": prompt["prompt"]}]
-        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) <= max_prompt_tokens:
-            waiting.append((prompt, ids))
-    # Prompts of like length share a batch, so that little of it is padding.
-    waiting.sort(key=lambda item: len(item[1]))
-    ends = backbone.end_token_ids
-    for begin in range(0, len(waiting), batch_size):
-        batch = waiting[begin : begin + batch_size]
-        longest = max(len(ids) for _, ids in batch)
-        padding = ends[0] if ends else 0
-        input_ids = torch.tensor([[padding] * (longest - len(ids)) + ids for _, ids in batch])
-        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for _, ids in batch])
-        output = backbone.model.generate(
-            input_ids=input_ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            pad_token_id=padding,
-        )
-        with gzip.open(path, "at", encoding="utf-8") as file:
-            for (prompt, ids), row in zip(batch, output[:, longest:].tolist(), strict=True):
-                end = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
-                record = {
-                    "id": prompt["id"],
-                    "label": prompt.get("label", ""),
-                    "prompt_ids": ids,
-                    "answer_ids": row[:end],
-                }
-                file.write(json.dumps(record) + "\n")
-        progress(len(batch))
 
 
 @dataclass(frozen=True)
@@ -180,7 +58,7 @@ def train_heads(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], ob
     if run.resume and trainer.resume():
         log(f"resumed at step {trainer.step} of {trainer.total_steps}")
     started = time.monotonic()
-    with _bar(trainer.total_steps, "training", "step", initial=trainer.step) as advance:
+    with progress_bar(trainer.total_steps, "training", "step", initial=trainer.step) as advance:
 
         def on_epoch(epoch: int) -> None:
             log(f"after epoch {epoch}: {_brief(evaluate(trainer.heads, projection, states, node_counts=(7,)))}")
@@ -240,7 +118,7 @@ def collect_states(
     """Hidden states of all ``answers``, from the cache in ``folder`` as far as it reaches."""
     started = time.monotonic()
     total = sum(len(answer.answer_ids) for answer in answers)
-    with _bar(total, "hidden states", "token") as advance:
+    with progress_bar(total, "hidden states", "token") as advance:
         cache_hidden_states(
             backbone.model, answers, folder, backbone_fingerprint=backbone.fingerprint, progress=advance
         )
@@ -276,14 +154,14 @@ def _generate(backbone: Backbone, run: TrainingRun, log: Callable[[str], object]
     path = run.work_dir / "answers.jsonl.gz"
     run.work_dir.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with _bar(len(prompts), "answers", "answer") as advance:
+    with progress_bar(len(prompts), "answers", "answer") as advance:
         generate_answers(backbone, prompts, path, max_new_tokens=run.max_new_tokens, progress=advance)
     log(f"answers ready in {path} after {time.monotonic() - started:.0f} s")
     return path
 
 
 @contextlib.contextmanager
-def _bar(total: int, what: str, unit: str, *, initial: int = 0) -> Iterator[Callable[..., None]]:
+def progressprogress_bar(total: int, what: str, unit: str, *, initial: int = 0) -> Iterator[Callable[..., None]]:
     """A tqdm bar where tqdm is installed (the ``train`` extra), nothing otherwise."""
     try:
         from tqdm import tqdm

@@ -1,0 +1,80 @@
+"""``verify-lossless`` and ``bench``: what they print, and that the proof notices a difference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from backends.loading import EngineOptions, LoadedCore, build_core
+from backends.lossless import verify_lossless
+from backends.native.library import NativeUnavailable, load_library
+from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
+from gateway.cli import main
+
+
+def test_tiny_proof_prints_its_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-lossless", "--tiny", "--prompts", "60", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["prompts"] == 120
+    assert report["tokens"] > 1000
+    assert report["token_mismatches"] == report["logit_mismatches"] == 0
+    assert all(part["accepted_draft_tokens"] > 50 for part in report["by_dtype"].values())
+
+
+def test_the_transformers_path_is_exact_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify-lossless", "--tiny", "--prompts", "12", "--runner", "transformers", "--dtype", "float32"]) == 0
+    assert " 0 token mismatches, 0 logit mismatches" in capsys.readouterr().out
+
+
+class _Skewed:
+    """A runner whose logits depend, in the last bits, on how many rows share the call."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._runner.logits(hidden) * (1 + len(hidden) * 2.0**-22)
+
+
+def test_a_batch_dependent_model_is_caught() -> None:
+    options = EngineOptions(threads=1)
+    loaded: LoadedCore = build_core(tiny_model(), tiny_tokenizer(), tiny_heads(), options, name="tiny")
+    loaded.core.runner = _Skewed(loaded.core.runner)
+    prompts = [tuple(range(5 + i, 12 + i)) for i in range(20)]
+    report = verify_lossless(loaded, prompts, seed=1, max_tokens=8)
+    assert report.logit_mismatches > 0
+    assert not report.lossless
+
+
+def test_bench_prints_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "--model", TINY_MODEL_NAME, "--rounds", "1", "--concurrency", "1,2", "--temperature", "0.7"]
+    assert main([*arguments, "--max-tokens", "8", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {"cpu", "cores", "dtype", "torch"} <= report["machine"].keys()
+    assert {(cell["class"], cell["concurrency"]) for cell in report["cells"]} == {
+        (name, count) for name in ("code", "chat", "creative") for count in (1, 2)
+    }
+    for cell in report["cells"]:
+        assert cell["identical"]
+        assert min(cell["medusa_tps"], cell["vanilla_tps"], cell["generate_tps"]) > 0
+        assert {"temperature", "tokens_per_step", "nodes"} <= cell.keys()
+
+
+def test_native_kernels_are_built_where_a_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDUSA_GATEWAY_NATIVE", "0")
+    load_library.cache_clear()
+    try:
+        with pytest.raises(NativeUnavailable, match="MEDUSA_GATEWAY_NATIVE"):
+            load_library()
+        loaded = build_core(tiny_model(), tiny_tokenizer(), None, EngineOptions(), name="tiny")
+        assert loaded.core.runner.kind == "transformers"
+        with pytest.raises(ValueError, match="native runner can't run"):
+            build_core(tiny_model(), tiny_tokenizer(), None, EngineOptions(runner="native"), name="tiny")
+    finally:
+        load_library.cache_clear()
