@@ -93,7 +93,7 @@ class Cell:
 def run_bench(options: BenchOptions, progress: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
     """``{machine, cells: [...]}``. Raises OSError or ValueError for a model or heads that can't be loaded."""
     parts = load_parts(options.engine)
-    loaded = build_core(parts.model, parts.tokenizer, parts.heads, options.engine, name=parts.name)
+    loaded = build_core(parts, options.engine)
     cells = [
         Cell(name, temperature, concurrency)
         for concurrency in options.concurrencies

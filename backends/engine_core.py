@@ -12,6 +12,7 @@ from backends.batch import BatchBuilder
 from backends.cost import StepCost
 from backends.counters import CounterBook
 from backends.drafting import Draft, DraftRequest, plan_drafts
+from backends.gate import DraftGate
 from backends.kv_cache import PagePool
 from backends.runner import HeadsRunner, ModelRunner
 from backends.sequence import Sequence, SequenceStatus
@@ -78,11 +79,13 @@ class EngineCore:
         cost: StepCost,
         clock: Callable[[], float],
         observer: Observer | None = None,
+        gate: DraftGate | None = None,
     ) -> None:
         self.runner, self.heads, self.tokenizer = runner, heads, tokenizer
         self.config, self.cost = config, cost
         self._clock, self._observer = clock, observer
         self.counters = CounterBook()
+        self.gate = gate or DraftGate(cost)
         self._pool = PagePool(runner.num_pages)
         self._scratch_base = runner.num_pages * 16
         self._waiting: deque[Sequence] = deque()
@@ -282,6 +285,9 @@ class EngineCore:
     def _count(self, step: _Step, began: float) -> None:
         """Books of the step. A sequence's time is its share: the step's over the sequences that decoded in it."""
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
+        if any(item.sequence.proposals is not None for item in decoded):
+            accepted = sum(len(item.emitted) - 1 for item in decoded)
+            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=step.spent_ms)
         measured_ms = (self._clock() - began) * 1e3
         for item in decoded:
             sequence, counts, drafted = item.sequence, item.sequence.counts, len(item.draft.tokens)
@@ -329,15 +335,22 @@ class EngineCore:
         self.runner.copy_slots(source, target)
 
     def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> None:
-        rows, sequences = [], []
+        """Run the heads where the next step may use them. A tree that the plan itself asks for is always used."""
+        going_on = []
         for item, result in zip(scheduled, results, strict=True):
-            sequence = item.sequence
-            sequence.proposals = None
-            if sequence.finish_reason is None and sequence.remaining > 1 and sequence.speculation.wants_proposals:
-                rows.append(item.first_row + result.rows[-1])
-                sequences.append(sequence)
-        if not rows or self.heads is None:
+            item.sequence.proposals = None
+            if item.sequence.finish_reason is None:
+                going_on.append((item.sequence, item.first_row + result.rows[-1]))
+        wanting = [
+            (sequence, row)
+            for sequence, row in going_on
+            if sequence.speculation.wants_proposals and sequence.remaining > 1
+        ]
+        if wanting and not self.gate.allows(len(going_on)):
+            wanting = [(sequence, row) for sequence, row in wanting if sequence.request.plan.tree is not None]
+        if not wanting or self.heads is None:
             return
+        sequences, rows = [sequence for sequence, _ in wanting], [row for _, row in wanting]
         contexts = [sequence.tokens for sequence in sequences]
         proposals = self.heads.propose(hidden[rows], contexts, self.config.proposals)
         for sequence, found in zip(sequences, proposals, strict=True):

@@ -15,6 +15,7 @@ from backends.cost import StepCost, measure
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine import Engine
 from backends.engine_core import EngineConfig, EngineCore, Observer
+from backends.gate import DraftGate
 from backends.heads import MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
 from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
@@ -82,7 +83,7 @@ def open_engine(options: EngineOptions) -> OpenedEngine:
 def load_core(options: EngineOptions, observer: Observer | None = None) -> LoadedCore:
     """Load a model into an :class:`EngineCore`. Raises as :func:`open_engine` does."""
     parts = load_parts(options)
-    return build_core(parts.model, parts.tokenizer, parts.heads, options, name=parts.name, observer=observer)
+    return build_core(parts, options, observer=observer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class ModelParts:
     tokenizer: HfTokenizer
     heads: MedusaHeads | None
     name: str
+    accuracies: tuple[tuple[float, ...], ...] = ()
 
 
 def load_parts(options: EngineOptions) -> ModelParts:
@@ -112,20 +114,15 @@ def load_parts(options: EngineOptions) -> ModelParts:
     model.to(device).eval()
     tokenizer = HfTokenizer.from_pretrained(folder)
     fingerprint = backbone_fingerprint(model)
-    return ModelParts(model, tokenizer, _load_heads(options, model.config, fingerprint), name)
+    heads, accuracies = _load_heads(options, model.config, fingerprint)
+    return ModelParts(model, tokenizer, heads, name, accuracies)
 
 
 def build_core(
-    model: Any,
-    tokenizer: HfTokenizer,
-    heads: MedusaHeads | None,
-    options: EngineOptions,
-    *,
-    name: str,
-    cost: StepCost | None = None,
-    observer: Observer | None = None,
+    parts: ModelParts, options: EngineOptions, *, cost: StepCost | None = None, observer: Observer | None = None
 ) -> LoadedCore:
     """An engine core around a loaded transformers model. ``cost`` None: measured here."""
+    model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
     config = model.config
     longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     max_running = options.max_running or 32
@@ -139,7 +136,7 @@ def build_core(
     bound = None if heads is None else runner.bind_heads(heads)
     cost = cost or measure_cost(runner, bound)
     info = ModelInfo(
-        name=name,
+        name=parts.name,
         max_model_len=longest,
         vocab_size=runner.vocab_size,
         num_heads=0 if heads is None else heads.num_heads,
@@ -147,7 +144,8 @@ def build_core(
         device=str(runner.device),
         created=int(time.time()),
     )
-    core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer)
+    gate = DraftGate(cost, parts.accuracies)
+    core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)
     return LoadedCore(core, tokenizer, info)
 
 
@@ -198,7 +196,10 @@ def _kv_tokens(options: EngineOptions, model: Any, longest: int, max_running: in
     return max(longest, min(max_running * longest, _KV_BYTES // per_token))
 
 
-def _load_heads(options: EngineOptions, config: Any, fingerprint: str) -> MedusaHeads | None:
+def _load_heads(
+    options: EngineOptions, config: Any, fingerprint: str
+) -> tuple[MedusaHeads | None, tuple[tuple[float, ...], ...]]:
+    """The heads, and how often each rank of each was right on held-out text, if their folder says so."""
     if options.heads is not None:
         folder = Path(options.heads)
         if not folder.is_dir():
@@ -208,12 +209,21 @@ def _load_heads(options: EngineOptions, config: Any, fingerprint: str) -> Medusa
     elif options.model is None:
         folder = DEMO_HEADS
     else:
-        return None
+        return None, ()
     heads = load_heads(folder, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    trained_for = read_heads_config(folder).get("backbone", {}).get("fingerprint")
-    if trained_for != fingerprint:
+    config_of_heads = read_heads_config(folder)
+    if config_of_heads.get("backbone", {}).get("fingerprint") != fingerprint:
         log.warning("%s: the heads were trained for another backbone; expect few accepted tokens", folder)
-    return heads
+    return heads, _accuracies(config_of_heads)
+
+
+def _accuracies(config: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
+    found = config.get("accuracy")
+    if isinstance(found, dict):
+        found = found.get("all")
+    if not isinstance(found, list):
+        return ()
+    return tuple(tuple(float(value) for value in ranks) for ranks in found)
 
 
 def _device(name: str) -> torch.device:

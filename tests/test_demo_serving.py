@@ -107,7 +107,7 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
 
     options = EngineOptions(dtype="float32", max_model_len=512)
     parts = load_parts(options)
-    loaded = build_core(parts.model, parts.tokenizer, parts.heads, options, name=parts.name)
+    loaded = build_core(parts, options)
     ids = loaded.tokenizer.encode_chat(CODE)
     with torch.inference_mode():
         expected = parts.model.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()

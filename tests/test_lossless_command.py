@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from backends.loading import EngineOptions, LoadedCore, build_core
+from backends.loading import EngineOptions, LoadedCore, build_core, load_core, load_parts
 from backends.lossless import verify_lossless
 from backends.native.library import NativeUnavailable, load_library
-from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
+from backends.tiny import TINY_MODEL_NAME
 from gateway.cli import main
 
 
@@ -43,8 +43,8 @@ class _Skewed:
 
 
 def test_a_batch_dependent_model_is_caught() -> None:
-    options = EngineOptions(threads=1)
-    loaded: LoadedCore = build_core(tiny_model(), tiny_tokenizer(), tiny_heads(), options, name="tiny")
+    options = EngineOptions(model=TINY_MODEL_NAME, dtype="float32", threads=1)
+    loaded: LoadedCore = build_core(load_parts(options), options)
     loaded.core.runner = _Skewed(loaded.core.runner)
     prompts = [tuple(range(5 + i, 12 + i)) for i in range(20)]
     report = verify_lossless(loaded, prompts, seed=1, max_tokens=8)
@@ -72,9 +72,9 @@ def test_native_kernels_are_built_where_a_compiler_is(monkeypatch: pytest.Monkey
     try:
         with pytest.raises(NativeUnavailable, match="MEDUSA_GATEWAY_NATIVE"):
             load_library()
-        loaded = build_core(tiny_model(), tiny_tokenizer(), None, EngineOptions(), name="tiny")
+        loaded = load_core(EngineOptions(model=TINY_MODEL_NAME))
         assert loaded.core.runner.kind == "transformers"
         with pytest.raises(ValueError, match="native runner can't run"):
-            build_core(tiny_model(), tiny_tokenizer(), None, EngineOptions(runner="native"), name="tiny")
+            load_core(EngineOptions(model=TINY_MODEL_NAME, runner="native"))
     finally:
         load_library.cache_clear()
