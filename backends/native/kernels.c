@@ -256,10 +256,11 @@ static int32_t draw(const float *row, int n, float temperature, int top_k, float
             }
         return last;
     }
-    // Collect every weight above a threshold, lowering it until the filters' cut lies inside what was collected.
+    // Collect every weight above a threshold, lowering it until the filters' cut lies inside what was collected. A
+    // top-p share of the top k needs all of the k, also those that min-p will drop.
+    const int whole_top_k = top_k > 0 && top_p < 1.0f;
     int held = 0;
-    double kept_total = 0.0;
-    for (float threshold = min_p > 0.0f ? min_p : 1e-3f;; threshold *= 1e-3f) {
+    for (float threshold = 1e-3f;; threshold *= 1e-3f) {
         const int everything = threshold < 1e-36f;
         held = 0;
         double mass = 0.0;
@@ -268,20 +269,26 @@ static int32_t draw(const float *row, int n, float temperature, int top_k, float
                 candidates[held++] = (weighted){weights[i], i};
                 mass += weights[i];
             }
-        const int enough_k = top_k > 0 && held >= top_k, enough_p = top_k <= 0 && mass >= (double)top_p * total;
-        if (everything || min_p > 0.0f || enough_k || enough_p) break;
+        if (everything || (top_k > 0 && held >= top_k) || (top_k <= 0 && mass >= (double)top_p * total) ||
+            (threshold <= min_p && !whole_top_k))
+            break;
     }
     qsort(candidates, held, sizeof *candidates, heavier_first);
     if (top_k > 0 && held > top_k) held = top_k;
-    for (int i = 0; i < held; i++) kept_total += candidates[i].weight;
     if (top_p < 1.0f) {
-        const double goal = (double)top_p * (top_k > 0 ? kept_total : total);
-        double passed = 0.0;
+        double goal = total;
+        if (top_k > 0) {
+            goal = 0.0;
+            for (int i = 0; i < held; i++) goal += candidates[i].weight;
+        }
+        goal *= (double)top_p;
         int cut = 0;
-        while (cut < held && passed < goal) passed += candidates[cut++].weight;
+        for (double passed = 0.0; cut < held && passed < goal; cut++) passed += candidates[cut].weight;
         held = cut > 0 ? cut : 1;
-        kept_total = passed;
     }
+    while (held > 1 && candidates[held - 1].weight < min_p) held--;
+    double kept_total = 0.0;
+    for (int i = 0; i < held; i++) kept_total += candidates[i].weight;
     double target = u * kept_total, passed = 0.0;
     for (int i = 0; i < held; i++) {
         passed += candidates[i].weight;

@@ -1,0 +1,54 @@
+"""The cost table: interpolation, monotony, and how it is measured."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.cost import StepCost, measure
+
+COST = StepCost(rows=((1, 10.0), (4, 10.0), (8, 14.0), (16, 30.0)), heads=((1, 2.0), (3, 3.0)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(0, 10.0), (1, 10.0), (3, 10.0), (4, 10.0), (5, 11.0), (8, 14.0), (12, 22.0), (20, 38.0)]
+)
+def test_time_is_linear_between_points_and_beyond_the_last(rows: int, expected: float) -> None:
+    assert COST.forward_ms(rows) == pytest.approx(expected)
+
+
+def test_a_step_adds_the_heads_of_those_that_draft() -> None:
+    assert COST.step_ms(8, 0) == pytest.approx(14.0)
+    assert COST.step_ms(8, 2) == pytest.approx(14.0 + 2.5)
+    assert StepCost(rows=((1, 5.0),)).step_ms(99, 7) == 5.0
+
+
+@given(
+    st.dictionaries(st.integers(1, 200), st.floats(0.01, 100), min_size=1, max_size=10),
+    st.lists(st.integers(0, 400), min_size=2, max_size=10),
+)
+def test_more_rows_never_look_cheaper_and_measured_points_are_bounds(
+    points: dict[int, float], sizes: list[int]
+) -> None:
+    cost = StepCost.from_measurements(list(points.items()))
+    times = [cost.forward_ms(size) for size in sorted(sizes)]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(times))
+    for size in points:
+        highest_so_far = max(time for other, time in points.items() if other <= size)
+        assert cost.forward_ms(size) == pytest.approx(highest_so_far)
+
+
+def test_measuring_takes_turns_and_gives_the_median_in_milliseconds() -> None:
+    now, calls = [0.0], []
+    # Seconds that each run takes, in the order of the calls: size 4 has one outlier, size 2 two of three slow.
+    script = iter([0.002, 0.004, 0.005, 0.004, 0.005, 9.0])
+
+    def run(size: int) -> None:
+        calls.append(size)
+        now[0] += next(script)
+
+    assert measure([2, 4], run, lambda: now[0], repeats=3) == [(2, pytest.approx(5.0)), (4, pytest.approx(4.0))]
+    assert calls == [2, 4, 2, 4, 2, 4]

@@ -1,0 +1,178 @@
+"""From guesses to nodes: trees stay trees, limits hold, and the planner's choice is the best there is."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.cost import StepCost
+from backends.drafting import Draft, DraftRequest, plan_drafts
+from backends.runner import Proposals
+from backends.tree import CandidateTree
+from tests.engine_helpers import FLAT_COST, path_rows, random_tree
+
+seeds = st.integers(0, 2**32).map(random.Random)
+GIVE_UP = 0.93  # how far below the best ratio the search goes on, as the planner documents
+
+
+def guesses(rng: random.Random, heads: int, ranks: int) -> Proposals:
+    """Distinct tokens per head, descending probabilities that sum to at most 1."""
+    tokens = np.array([rng.sample(range(1000), ranks) for _ in range(heads)], np.int32)
+    weights = np.array([sorted((rng.random() ** 3 for _ in range(ranks)), reverse=True) for _ in range(heads)])
+    return Proposals(tokens, (weights / max(weights.sum(1).max(), 1.0)).astype(np.float32))
+
+
+def token_paths(draft: Draft) -> list[tuple[int, ...]]:
+    """Every node as the tokens on its path; fails on a parent that is not an earlier row."""
+    paths: list[tuple[int, ...]] = []
+    for row, (token, parent) in enumerate(zip(draft.tokens, draft.parents, strict=True), start=1):
+        assert 0 <= parent < row
+        assert path_rows(draft.parents, row)[-1] == row
+        paths.append((*(paths[parent - 1] if parent else ()), token))
+    return paths
+
+
+def chance(request: DraftRequest, path: tuple[int, ...]) -> float:
+    result = 1.0
+    for depth, token in enumerate(path):
+        rank = request.proposals.tokens[depth].tolist().index(token)
+        result *= min(float(request.proposals.probabilities[depth, rank]) * request.trust, 1.0)
+    return result
+
+
+def check_draft(request: DraftRequest, draft: Draft) -> None:
+    paths = token_paths(draft)
+    assert len(set(paths)) == len(paths), "the same branch twice"
+    assert len(paths) <= request.max_nodes
+    assert all(len(path) <= min(request.max_depth, len(request.proposals.tokens)) for path in paths)
+    assert draft.expected == pytest.approx(sum(chance(request, path) for path in paths), rel=1e-4, abs=1e-6)
+
+
+def random_cost(rng: random.Random) -> StepCost:
+    """Steps and slopes, as real tables have."""
+    rows = sorted(rng.sample(range(1, 80), rng.randint(1, 6)))
+    return StepCost.from_measurements([(size, rng.choice([1.0, 1.1, 1.2, 2.0, 4.0]) + size / 50) for size in rows])
+
+
+@given(seeds, st.integers(1, 6), st.integers(0, 60), st.booleans())
+def test_every_limit_holds_for_mixed_requests(rng: random.Random, sequences: int, room: int, flat: bool) -> None:
+    requests = {}
+    for key in range(sequences):
+        tree = random_tree(rng, rng.randint(0, 20), depth=5, ranks=8) if rng.random() < 0.4 else None
+        requests[key] = DraftRequest(
+            guesses(rng, heads=rng.randint(1, 4), ranks=rng.randint(1, 6)),
+            max_nodes=rng.randint(0, 15) if tree is None else len(tree),
+            max_depth=rng.randint(0, 5),
+            trust=1.0 if tree is not None else rng.choice([0.3, 1.0, 2.5]),
+            tree=tree,
+        )
+    drafts = plan_drafts(
+        requests,
+        sequences=sequences + 1,
+        other_rows=rng.randint(0, 30),
+        room=room,
+        cost=FLAT_COST if flat else random_cost(rng),
+    )
+    assert drafts.keys() == requests.keys()
+    assert sum(len(draft.tokens) for draft in drafts.values()) <= room
+    for key, draft in drafts.items():
+        check_draft(requests[key], draft)
+
+
+@given(seeds, st.integers(0, 25))
+def test_a_given_tree_is_used_as_it_is(rng: random.Random, room: int) -> None:
+    tree, proposals = random_tree(rng, 25, depth=4, ranks=4), guesses(rng, heads=3, ranks=3)
+    request = DraftRequest(proposals, max_nodes=len(tree), max_depth=rng.randint(1, 4), tree=tree)
+    [draft] = plan_drafts({9: request}, sequences=1, other_rows=0, room=room, cost=FLAT_COST).values()
+    possible = [
+        tuple(int(proposals.tokens[depth, rank]) for depth, rank in enumerate(path))
+        for path in tree.nodes
+        if len(path) <= min(3, request.max_depth) and max(path) < 3
+    ]
+    assert token_paths(draft) == possible[:room]
+
+
+def best_goodput(
+    requests: dict[int, DraftRequest], base_rows: int, base_tokens: int, room: int, cost: StepCost
+) -> tuple[float, list[float]]:
+    """By brute force: the best ratio over every prefix of all nodes sorted by chance, and the nodes' chances.
+
+    Stops where the planner may: the first time that the ratio is ``GIVE_UP`` below the best so far.
+    """
+    chances: list[float] = []
+    for request in requests.values():
+        level = [1.0]
+        for ranks in request.proposals.probabilities[: request.max_depth].tolist():
+            level = [above * min(value * request.trust, 1.0) for above in level for value in ranks]
+            chances += [value for value in level if value > 0]
+    chances = sorted(chances, reverse=True)[:room]
+    best = base_tokens / cost.forward_ms(base_rows)
+    tokens, ratios = float(base_tokens), [best]
+    for count, value in enumerate(chances, start=1):
+        tokens += value
+        ratios.append(tokens / cost.forward_ms(base_rows + count))
+        best = max(best, ratios[-1])
+        if ratios[-1] < best * (GIVE_UP - 1e-6):
+            break
+    return best, ratios
+
+
+@settings(max_examples=150)
+@given(seeds, st.integers(1, 4), st.integers(0, 40))
+def test_planned_nodes_give_the_best_goodput(rng: random.Random, sequences: int, room: int) -> None:
+    requests = {
+        key: DraftRequest(
+            guesses(rng, 3, 3), max_nodes=99, max_depth=rng.randint(1, 3), trust=rng.choice([0.5, 1, 1.5])
+        )
+        for key in range(sequences)
+    }
+    cost, others = random_cost(rng), rng.randint(0, 10)
+    drafts = plan_drafts(requests, sequences=sequences, other_rows=others, room=room, cost=cost)
+    best, ratios = best_goodput(requests, sequences + others, sequences, room, cost)
+    nodes = sum(len(draft.tokens) for draft in drafts.values())
+    reached = sequences + sum(draft.expected for draft in drafts.values())
+    assert reached / cost.forward_ms(sequences + others + nodes) == pytest.approx(best, rel=1e-4)
+    assert ratios[nodes] == pytest.approx(best, rel=1e-4)
+
+
+def test_no_nodes_when_a_row_costs_as_much_as_a_step() -> None:
+    request = DraftRequest(guesses(random.Random(1), 4, 4), max_nodes=32, max_depth=4)
+    dear = StepCost(rows=((1, 1.0), (2, 2.0)))
+    [draft] = plan_drafts({0: request}, sequences=1, other_rows=0, room=50, cost=dear).values()
+    assert draft == Draft()
+
+
+def test_a_dip_in_the_ratio_is_looked_past() -> None:
+    """A first node that is not worth its price alone, but brings a second one for nothing."""
+    request = DraftRequest(
+        Proposals(np.array([[1, 2]], np.int32), np.array([[0.4, 0.39]], np.float32)), max_nodes=9, max_depth=1
+    )
+    stairs = StepCost(rows=((1, 1.0), (2, 1.45), (3, 1.45)))
+    [draft] = plan_drafts({0: request}, sequences=1, other_rows=0, room=9, cost=stairs).values()
+    assert draft.tokens == [1, 2]
+
+
+@pytest.mark.parametrize("max_nodes", range(7))
+def test_max_nodes_bounds_planned_drafts(max_nodes: int) -> None:
+    """Siblings and children that were opened before the limit was reached must not slip in after it."""
+    request = DraftRequest(guesses(random.Random(3), 4, 4), max_nodes=max_nodes, max_depth=4, trust=9.0)
+    [draft] = plan_drafts({0: request}, sequences=1, other_rows=0, room=50, cost=StepCost(rows=((1, 1.0),))).values()
+    assert len(draft.tokens) == max_nodes
+
+
+def test_trees_of_their_own_come_before_planned_ones() -> None:
+    rng = random.Random(4)
+    own = DraftRequest(guesses(rng, 4, 4), max_nodes=6, max_depth=4, tree=CandidateTree.parse("2x2"))
+    planned = DraftRequest(guesses(rng, 4, 4), max_nodes=30, max_depth=4)
+    drafts = plan_drafts({0: planned, 1: own}, sequences=2, other_rows=0, room=8, cost=StepCost(rows=((1, 1.0),)))
+    assert (len(drafts[0].tokens), len(drafts[1].tokens)) == (2, 6)
+
+
+def test_children_of_repeated_tokens_are_those_of_the_first() -> None:
+    """A walk that meets two equal siblings follows one of them, always the same."""
+    draft = Draft(tokens=[5, 5, 7, 8], parents=[0, 0, 1, 2])
+    assert draft.children() == [{5: 1}, {7: 3}, {8: 4}, {}, {}]

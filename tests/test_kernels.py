@@ -1,0 +1,310 @@
+"""Both model runners: against transformers' own eager model, and bit by bit against themselves in any company."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.heads import MedusaHeads
+from backends.native.runner import NativeRunner
+from backends.runner import ModelRunner
+from tests.engine_helpers import (
+    ARCHITECTURES,
+    CONTEXT,
+    RUNNERS,
+    VOCAB,
+    chunk_batch,
+    make_runner,
+    one_thread,  # noqa: F401
+    path_rows,
+    random_parents,
+    random_prompt,
+    scratch_base,
+    shared_runner,
+    tiny_lm,
+)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+every_runner = pytest.mark.parametrize("kind", RUNNERS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+
+
+def eager_logits(architecture: str, dtype: torch.dtype, tokens: tuple[int, ...]) -> torch.Tensor:
+    model = tiny_lm(architecture, dtype=dtype)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+
+
+def poison(runner: ModelRunner) -> None:
+    """Everything that the cache holds becomes NaN: whoever reads a slot that is not its own shows it."""
+    if isinstance(runner, NativeRunner):
+        runner._k_pool.fill_(torch.nan)
+        runner._v_pool.fill_(torch.nan)
+    else:
+        for pools in runner._pools:  # type: ignore[attr-defined]
+            for pool in pools:
+                pool.fill_(torch.nan)
+
+
+def alone(runner: ModelRunner, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Hidden states of all tokens, run as one chunk with nobody else, in the pool's last pages."""
+    count = -(-len(tokens) // PAGE_SIZE)
+    pages = list(range(runner.num_pages - count, runner.num_pages))
+    return runner.forward(chunk_batch(runner, pages, tokens, 0))
+
+
+@every_runner
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+class TestAgainstEager:
+    def test_float32_logits_are_those_of_transformers(self, kind: str, architecture: str) -> None:
+        tokens = random_prompt(random.Random(1), 75, 75)
+        runner = shared_runner(kind, architecture)
+        found = runner.logits(alone(runner, tokens))
+        assert found.shape == (75, VOCAB)
+        torch.testing.assert_close(found, eager_logits(architecture, torch.float32, tokens), rtol=0, atol=1e-3)
+
+    def test_bfloat16_is_no_farther_from_the_truth_than_transformers(self, kind: str, architecture: str) -> None:
+        tokens = random_prompt(random.Random(2), 60, 60)
+        # The truth: the same rounded weights, computed in float32.
+        truth_model = tiny_lm(architecture, dtype=torch.bfloat16).float()
+        truth_model.set_attn_implementation("eager")
+        with torch.inference_mode():
+            truth = truth_model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        runner = shared_runner(kind, architecture, torch.bfloat16)
+        ours = (runner.logits(alone(runner, tokens)) - truth).square().mean().sqrt()
+        theirs = (eager_logits(architecture, torch.bfloat16, tokens) - truth).square().mean().sqrt()
+        assert ours < 1.2 * theirs
+
+
+@dataclass
+class Row:
+    """A row's result and the tokens that lead to it."""
+
+    path: tuple[int, ...]
+    hidden: torch.Tensor
+
+
+@dataclass
+class Company:
+    """Several sequences that live in one cache; every step packs some of them, in random order and portions."""
+
+    runner: ModelRunner
+    rng: random.Random
+    sequences: list[tuple[int, ...]]
+    done: list[int] = field(init=False)
+    pages: list[list[int]] = field(init=False)
+    seen: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.done = [0] * len(self.sequences)
+        free = list(range(self.runner.num_pages))
+        self.rng.shuffle(free)
+        self.pages = [[free.pop() for _ in range(-(-(len(s) + 8) // PAGE_SIZE))] for s in self.sequences]
+
+    def prefill_step(self) -> None:
+        """A random chunk of some prompts, and a random tree on one whose prompt is over."""
+        builder, places = BatchBuilder(scratch_base(self.runner)), []
+        order = list(range(len(self.sequences)))
+        self.rng.shuffle(order)
+        for i in order:
+            tokens, start = self.sequences[i], self.done[i]
+            count = min(self.rng.choice([0, 1, 2, 7, 16, 17, 30]), len(tokens) - start)
+            if count:
+                places += [tokens[: start + j + 1] for j in range(count)]
+                builder.add_chunk(self.pages[i], tokens[start : start + count], start, last_output=False)
+                self.done[i] += count
+            elif start == len(tokens) and self.rng.random() < 0.3:
+                places += self._add_tree(builder, i)[0]
+        self._run(builder, places)
+
+    def tree_step(self) -> None:
+        """A tree for every sequence; one node of each is accepted, and the step after it decodes from there."""
+        builder, places, accepted = BatchBuilder(scratch_base(self.runner)), [], []
+        for i in range(len(self.sequences)):
+            first = len(places)
+            paths, slots, parents = self._add_tree(builder, i)
+            places += paths
+            row = self.rng.randrange(len(paths))
+            accepted.append((i, paths[row], [slots[above - 1] for above in path_rows(parents, row)]))
+            assert len(places) - first == len(slots) + 1
+        self._run(builder, places)
+        source, target = [], []
+        for i, path, slots in accepted:
+            first = len(self.sequences[i])
+            source += slots
+            target += [self._slot(i, first + 1 + offset) for offset in range(len(slots))]
+            self.sequences[i] = path
+        self.runner.copy_slots(source, target)
+        after, places = BatchBuilder(scratch_base(self.runner)), []
+        for i, tokens in enumerate(self.sequences):
+            token = self.rng.randrange(VOCAB)
+            after.add_tree(self.pages[i], token, len(tokens), [], [])
+            places.append((*tokens, token))
+        self._run(after, places)
+
+    def _slot(self, i: int, position: int) -> int:
+        return self.pages[i][position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+    def _add_tree(self, builder: BatchBuilder, i: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        tokens, root = self.sequences[i], self.rng.randrange(VOCAB)
+        parents = random_parents(self.rng, self.rng.randint(0, 7), depth=5)
+        nodes = [self.rng.randrange(VOCAB) for _ in parents]
+        slots = builder.add_tree(self.pages[i], root, len(tokens), nodes, parents)
+        rows = range(len(nodes) + 1)
+        return [(*tokens, root, *(nodes[j - 1] for j in path_rows(parents, row))) for row in rows], slots, parents
+
+    def _run(self, builder: BatchBuilder, places: list[tuple[int, ...]]) -> None:
+        if not places:
+            return
+        batch = builder.build()
+        hidden = self.runner.forward(replace(batch, out_row=np.arange(batch.rows, dtype=np.int32)))
+        self.seen += [Row(path, row) for path, row in zip(places, hidden, strict=True)]
+
+    def check(self) -> None:
+        """Every row equals, bit for bit, the last row of its own path run alone."""
+        reference: dict[tuple[int, ...], torch.Tensor] = {}
+        for row in sorted(self.seen, key=lambda row: -len(row.path)):
+            if row.path not in reference:
+                states = alone(self.runner, row.path)
+                reference.update({row.path[: i + 1]: state for i, state in enumerate(states)})
+            assert torch.equal(row.hidden, reference[row.path]), f"row at position {len(row.path) - 1} differs"
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture"),
+    [
+        *(("native", architecture) for architecture in ARCHITECTURES),
+        *(("transformers", name) for name in ("llama", "qwen3")),
+    ],
+)
+@every_dtype
+class TestBitExactness:
+    def test_chunks_of_any_size_in_any_company(self, kind: str, dtype: torch.dtype, architecture: str) -> None:
+        runner, rng = shared_runner(kind, architecture, dtype), random.Random(f"chunks {architecture}")
+        poison(runner)
+        company = Company(runner, rng, [random_prompt(rng, length // 2, length) for length in (6, 20, 40, 70)])
+        while any(done < len(tokens) for done, tokens in zip(company.done, company.sequences, strict=True)):
+            company.prefill_step()
+        company.check()
+
+    def test_tree_rows_and_what_follows_them(self, kind: str, dtype: torch.dtype, architecture: str) -> None:
+        """Positions across the border of a page are among them: prefixes of 9 to 18 tokens, paths of up to 6."""
+        runner, rng = shared_runner(kind, architecture, dtype), random.Random(f"trees {architecture}")
+        poison(runner)
+        company = Company(runner, rng, [random_prompt(rng, length, length) for length in (1, 9, 12, 15, 16, 18, 31)])
+        builder = BatchBuilder(scratch_base(runner))
+        for pages, tokens in zip(company.pages, company.sequences, strict=True):
+            builder.add_chunk(pages, tokens, 0, last_output=True)
+        runner.forward(builder.build())
+        company.tree_step()
+        company.check()
+
+    def test_one_token_at_a_time(self, kind: str, dtype: torch.dtype, architecture: str) -> None:
+        runner, tokens = shared_runner(kind, architecture, dtype), random_prompt(random.Random(3), 35, 35)
+        whole = alone(runner, tokens)
+        poison(runner)
+        pages = [7, 2, 40]
+        for position, token in enumerate(tokens):
+            row = runner.forward(chunk_batch(runner, pages, [token], position))
+            assert torch.equal(row[0], whole[position])
+
+    def test_logits_of_a_row_do_not_depend_on_the_others(
+        self, kind: str, dtype: torch.dtype, architecture: str
+    ) -> None:
+        runner = shared_runner(kind, architecture, dtype)
+        hidden = alone(runner, random_prompt(random.Random(4), 33, 33))
+        together = runner.logits(hidden)
+        assert together.dtype == torch.float32
+        for count in (1, 2, 3, 4, 5, 7, 8, 13):
+            picked = random.Random(count).sample(range(33), count)
+            assert torch.equal(runner.logits(hidden[picked]), together[picked])
+
+
+@every_dtype
+def test_threads_change_no_bit(dtype: torch.dtype) -> None:
+    tokens = random_prompt(random.Random(5), 70, 70)
+    results = []
+    for threads in (1, 2):
+        runner = make_runner("native", tiny_lm("llama", dtype=dtype), num_pages=16, threads=threads)
+        hidden = alone(runner, tokens)
+        results.append((hidden, runner.logits(hidden)))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_torch_threads_change_no_bit() -> None:
+    tokens, runner = random_prompt(random.Random(5), 70, 70), shared_runner("transformers")
+    single = alone(runner, tokens)
+    torch.set_num_threads(2)
+    assert torch.equal(alone(runner, tokens), single)
+
+
+@every_runner
+def test_the_last_position_of_the_context_works(kind: str) -> None:
+    tokens = random_prompt(random.Random(6), CONTEXT, CONTEXT)
+    runner = shared_runner(kind)
+    pages = list(range(CONTEXT // PAGE_SIZE))
+    for start in (0, 96):
+        found = runner.logits(runner.forward(chunk_batch(runner, pages, tokens[start : start + 96], start)))
+    torch.testing.assert_close(found[-1], eager_logits("llama", torch.float32, tokens)[-1], rtol=0, atol=1e-3)
+
+
+@every_runner
+def test_more_rows_than_promised_are_refused(kind: str) -> None:
+    runner = shared_runner(kind)
+    with pytest.raises(ValueError, match="rows in a step"):
+        runner.forward(chunk_batch(runner, list(range(20)), [5] * (runner.max_rows + 1), 0))
+
+
+def random_heads(draft_ids: list[int] | None, head_input: str) -> MedusaHeads:
+    heads = MedusaHeads(
+        64,
+        3,
+        96,
+        head_input=head_input,  # type: ignore[arg-type]
+        draft_token_ids=None if draft_ids is None else torch.tensor(draft_ids, dtype=torch.int32),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(9)
+        for parameter in heads.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    return heads.eval().requires_grad_(False)
+
+
+@every_runner
+@pytest.mark.parametrize("head_input", ["hidden", "hidden+token"])
+@pytest.mark.parametrize("draft_ids", [None, list(range(3, 200, 7))], ids=["whole", "reduced"])
+def test_heads_propose_their_best_guesses(kind: str, head_input: str, draft_ids: list[int] | None) -> None:
+    runner, heads, model = make_runner(kind, tiny_lm("llama")), random_heads(draft_ids, head_input), tiny_lm("llama")
+    hidden = alone(runner, random_prompt(random.Random(7), 6, 6))
+    contexts = [[1, 2, token] for token in (4, 5, 60, 70, 80, 90)]
+    found = runner.bind_heads(heads).propose(hidden, contexts, 5)
+    embedded = model.get_input_embeddings().weight[[context[-1] for context in contexts]]
+    ids = torch.arange(VOCAB) if draft_ids is None else torch.tensor(draft_ids)
+    with torch.inference_mode():
+        logits = F.linear(heads.propose_hidden(hidden, embedded), model.lm_head.weight[ids])
+    best = torch.softmax(logits, -1).topk(5)
+    for i, proposals in enumerate(found):
+        assert proposals.tokens.tolist() == ids[best.indices[:, i]].tolist()
+        np.testing.assert_allclose(proposals.probabilities, best.values[:, i].numpy(), atol=1e-4)
+
+
+@every_runner
+def test_proposals_do_not_depend_on_company(kind: str) -> None:
+    """Not needed for exact answers, but without it the same request would have other statistics every time."""
+    runner = make_runner(kind, tiny_lm("llama"))
+    hidden, bound = (
+        alone(runner, random_prompt(random.Random(8), 5, 5)),
+        runner.bind_heads(random_heads(None, "hidden")),
+    )
+    together = bound.propose(hidden, [[token] for token in range(5)], 4)
+    for i, proposals in enumerate(together):
+        [single] = bound.propose(hidden[i : i + 1], [[i]], 4)
+        assert single.tokens.tolist() == proposals.tokens.tolist()
