@@ -42,7 +42,7 @@ class Generation:
     def abort(self) -> None:
         if not self._closed:
             self._closed = True
-            self._engine.abort(self.request_id)
+            self._engine.abort(self)
 
 
 @dataclass(slots=True)
@@ -68,7 +68,6 @@ class Engine:
         self._inbox = _Inbox()
         self._handles: dict[str, Generation] = {}
         self._load = core.load()
-        self._pending_adds = 0
         self._alive = True
         self._thread = threading.Thread(target=self._run, name="medusa-engine", daemon=True)
         self._thread.start()
@@ -93,11 +92,11 @@ class Engine:
             self._inbox.changed.notify()
         return handle
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, handle: Generation) -> None:
         """Free a request's pages before the next step; its stream ends with reason "abort". Harmless if it is over."""
         with self._inbox.changed:
-            if request_id in self._handles:
-                self._inbox.aborted.append(request_id)
+            if self._handles.get(handle.request_id) is handle:
+                self._inbox.aborted.append(handle.request_id)
                 self._inbox.changed.notify()
 
     def load(self) -> EngineLoad:
@@ -123,7 +122,7 @@ class Engine:
                 except Exception as error:
                     failures += 1
                     log.exception("a step failed; its requests end with an error")
-                    self._deliver(self._core.fail_running(f"{type(error).__name__}: {error}"))
+                    self._deliver(self._core.fail_step(f"{type(error).__name__}: {error}"))
                     if failures >= _STEPS_TO_DIE:
                         log.critical("%d steps failed in a row; the engine stops", failures)
                         return
@@ -144,7 +143,7 @@ class Engine:
         for request in added:
             try:
                 self._core.add(request)
-            except ValueError as error:
+            except Exception as error:  # one bad request must not end the thread
                 refused.append((request.request_id, TokenChunk(text="", finish_reason="error", error=str(error))))
         for request_id in aborted:
             self._core.abort(request_id)
@@ -168,13 +167,19 @@ class Engine:
             try:
                 loop.call_soon_threadsafe(_put_all, chunks)
             except RuntimeError:  # the loop is closed: nobody listens any more
-                for handle, _ in chunks:
-                    self._core.abort(handle.request_id)
+                with self._inbox.changed:
+                    for handle, _ in chunks:
+                        self._core.abort(handle.request_id)
+                        if self._handles.get(handle.request_id) is handle:
+                            del self._handles[handle.request_id]
 
     def _stop(self) -> None:
         with self._inbox.changed:
             self._alive = False
             left = list(self._handles)
+        for request_id in left:
+            self._core.abort(request_id)
+        self._load = self._core.load()
         self._deliver([(request_id, TokenChunk(text="", finish_reason="abort")) for request_id in left])
         self._on_death()
 

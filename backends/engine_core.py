@@ -14,7 +14,7 @@ from backends.counters import CounterBook
 from backends.drafting import Draft, DraftRequest, plan_drafts
 from backends.gate import DraftGate
 from backends.kv_cache import PagePool
-from backends.runner import HeadsRunner, ModelRunner
+from backends.runner import HeadsRunner, ModelRunner, Proposals
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
 from backends.types import EngineLoad, FinishReason, GenerationRequest, TokenChunk
@@ -53,6 +53,7 @@ class _Scheduled:
     first_row: int
     node_slots: list[int]
     decoding: bool
+    proposals: Proposals | None = None
     emitted: list[int] = field(default_factory=list)
 
 
@@ -90,6 +91,7 @@ class EngineCore:
         self._scratch_base = runner.num_pages * 16
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
+        self._in_step: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
@@ -111,6 +113,14 @@ class EngineCore:
             raise ValueError("the prompt has no tokens")
         if request.sampling.max_tokens < 1:
             raise ValueError("max_tokens must be at least 1")
+        vocabulary = self.runner.vocab_size
+        for name, ids in (
+            ("prompt_token_ids", request.prompt_token_ids),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+            ("logit_bias", request.sampling.logit_bias),
+        ):
+            if any(not 0 <= token_id < vocabulary for token_id in ids):
+                raise ValueError(f"{name} holds a token id outside the vocabulary of {vocabulary}")
         if longest > self.config.max_model_len or PagePool.pages_for(longest) > self._pool.num_pages:
             raise ValueError(
                 f"{longest} tokens of prompt and answer don't fit the context of {self.config.max_model_len}"
@@ -134,9 +144,11 @@ class EngineCore:
         """Schedule, one packed forward, verify, commit, draft for the next step, emit."""
         emissions = self._expire()
         self._admit()
+        self._in_step = list(self._running.values())
         step = self._schedule()
         if not step.batch.rows:
             return emissions
+        self._in_step = [*(item.sequence for item in step.scheduled), *(sequence for sequence, _ in step.chunks)]
         began = self._clock()
         hidden = self.runner.forward(step.batch.build())
         for sequence, count in step.chunks:
@@ -151,17 +163,19 @@ class EngineCore:
             except Exception as error:  # one request's text must not take the others down
                 item.sequence.finish_reason, item.sequence.error = "error", f"{type(error).__name__}: {error}"
         self._commit(step.scheduled, results)
-        self._count(step, began)
+        self._judge(step)
         self._propose(step.scheduled, results, hidden)
+        self._count(step, began)
         for item in step.scheduled:
             emissions.append((item.sequence.id, item.sequence.take_chunk()))
             if item.sequence.finish_reason is not None:
                 self._retire(item.sequence)
         return emissions
 
-    def fail_running(self, message: str) -> list[Emission]:
-        """End everything that was in a step which broke as a whole."""
-        return [emission for s in list(self._running.values()) for emission in self._end(s, "error", message)]
+    def fail_step(self, message: str) -> list[Emission]:
+        """End what had rows in the step that just broke as a whole; everything, if it broke before rows were dealt."""
+        broken = {sequence.id: sequence for sequence in self._in_step if sequence.id in self._running}
+        return [emission for sequence in broken.values() for emission in self._end(sequence, "error", message)]
 
     def check_integrity(self) -> None:
         """Raises :class:`backends.kv_cache.IntegrityError` unless pages and sequences add up."""
@@ -221,7 +235,7 @@ class EngineCore:
             slots = batch.add_tree(
                 sequence.pages, sequence.tokens[-1], len(sequence.tokens) - 1, draft.tokens, draft.parents
             )
-            scheduled.append(_Scheduled(sequence, draft, first_row, slots, decoding=True))
+            scheduled.append(_Scheduled(sequence, draft, first_row, slots, True, sequence.proposals))
         for sequence, count in chunks:
             start = sequence.computed
             last = start + count == sequence.prompt_length
@@ -282,12 +296,26 @@ class EngineCore:
             if sequence.accept(token, logits_row):
                 return
 
+    def _judge(self, step: _Step) -> None:
+        """What this step says about drafting in the next: for each sequence, and for batches of this size."""
+        decoded = [item for item in step.scheduled if item.decoding and item.emitted]
+        if any(item.proposals is not None for item in decoded):
+            accepted = sum(len(item.emitted) - 1 for item in decoded)
+            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=step.spent_ms)
+        for item in decoded:
+            if item.proposals is None:
+                item.sequence.speculation.rest()
+            elif item.sequence.request.plan.tree is None:
+                item.sequence.speculation.observe(
+                    expected=item.draft.expected,
+                    accepted=len(item.emitted) - 1,
+                    vanilla_ms=step.vanilla_ms,
+                    step_ms=step.spent_ms,
+                )
+
     def _count(self, step: _Step, began: float) -> None:
         """Books of the step. A sequence's time is its share: the step's over the sequences that decoded in it."""
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
-        if any(item.sequence.proposals is not None for item in decoded):
-            accepted = sum(len(item.emitted) - 1 for item in decoded)
-            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=step.spent_ms)
         measured_ms = (self._clock() - began) * 1e3
         for item in decoded:
             sequence, counts, drafted = item.sequence, item.sequence.counts, len(item.draft.tokens)
@@ -302,21 +330,12 @@ class EngineCore:
                 rows=1 + drafted,
                 emitted=item.emitted,
                 drafted=drafted,
-                proposals=sequence.proposals,
+                proposals=item.proposals,
                 control=sequence.request.plan.method == "vanilla",
                 vanilla_ms=step.vanilla_ms / len(decoded),
                 spent_ms=step.spent_ms / len(decoded),
                 measured_ms=measured_ms / len(decoded),
             )
-            if sequence.proposals is None:
-                sequence.speculation.rest()
-            elif sequence.request.plan.tree is None:
-                sequence.speculation.observe(
-                    expected=item.draft.expected,
-                    accepted=len(item.emitted) - 1,
-                    vanilla_ms=step.vanilla_ms,
-                    step_ms=step.spent_ms,
-                )
         for item in step.scheduled:
             item.sequence.counts.steps += 1
 
@@ -352,6 +371,10 @@ class EngineCore:
             return
         sequences, rows = [sequence for sequence, _ in wanting], [row for _, row in wanting]
         contexts = [sequence.tokens for sequence in sequences]
-        proposals = self.heads.propose(hidden[rows], contexts, self.config.proposals)
+        ranks = max(
+            max(sequence.request.plan.tree.ranks_per_depth, default=0) if sequence.request.plan.tree else 0
+            for sequence in sequences
+        )
+        proposals = self.heads.propose(hidden[rows], contexts, max(self.config.proposals, ranks))
         for sequence, found in zip(sequences, proposals, strict=True):
             sequence.proposals = found

@@ -15,6 +15,7 @@ from heapq import heappop, heappush
 
 MAX_NODES = 256
 MAX_DEPTH = 16
+MAX_RANKS = 32
 
 Path = tuple[int, ...]
 
@@ -29,7 +30,7 @@ class CandidateTree:
 
     ``survival[i]`` is the estimated probability that node ``i`` and all its ancestors are accepted; empty when the
     tree was given as a bare shape. Raises :class:`TreeError` for an empty path, a duplicate, a child before its
-    parent, or a tree over :data:`MAX_NODES` nodes or :data:`MAX_DEPTH` levels.
+    parent, a rank of :data:`MAX_RANKS` or more, or a tree over :data:`MAX_NODES` nodes or :data:`MAX_DEPTH` levels.
     """
 
     nodes: tuple[Path, ...]
@@ -46,8 +47,8 @@ class CandidateTree:
                 raise TreeError("a path is empty: the root is implied, list only the nodes below it")
             if len(path) > MAX_DEPTH:
                 raise TreeError(f"path {list(path)} is deeper than {MAX_DEPTH} levels")
-            if any(rank < 0 for rank in path):
-                raise TreeError(f"path {list(path)} has a negative rank")
+            if any(not 0 <= rank < MAX_RANKS for rank in path):
+                raise TreeError(f"path {list(path)} has a rank outside 0 to {MAX_RANKS - 1}")
             if path in seen:
                 raise TreeError(f"path {list(path)} is listed twice")
             if path[:-1] not in seen:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree, TreeError, best_first_paths
+from backends.tree import MAX_DEPTH, MAX_NODES, MAX_RANKS, CandidateTree, TreeError, best_first_paths
 from tests.engine_helpers import random_tree
 
 seeded = st.integers(0, 2**32).map(random.Random)
@@ -51,7 +51,8 @@ def test_list_of_paths_keeps_its_order() -> None:
         ([[0], [0]], "listed twice"),
         ([[0, 1], [0]], "before its parent"),
         ([[0], [1, 0]], "before its parent"),
-        ([[-1]], "negative rank"),
+        ([[-1]], "rank outside 0 to 31"),
+        ([[MAX_RANKS]], "rank outside 0 to 31"),
         ([[rank] for rank in range(MAX_NODES + 1)], f"at most {MAX_NODES} are allowed"),
         ([[0] * depth for depth in range(1, MAX_DEPTH + 2)], f"deeper than {MAX_DEPTH} levels"),
     ],
@@ -62,7 +63,8 @@ def test_bad_shapes_are_refused_with_the_reason(shape: str | list[list[int]], me
 
 
 def test_limits_themselves_are_allowed() -> None:
-    assert len(CandidateTree.parse([[rank] for rank in range(MAX_NODES)])) == MAX_NODES
+    assert len(CandidateTree.parse("16x15")) == MAX_NODES
+    assert CandidateTree.parse([[rank] for rank in range(MAX_RANKS)]).ranks_per_depth == (MAX_RANKS,)
     assert CandidateTree.parse("x".join("1" * MAX_DEPTH)).depth == MAX_DEPTH
 
 

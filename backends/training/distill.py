@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,17 @@ from backends.training.dataset import (
 from backends.training.evaluate import ALL_CLASSES, EvaluationReport, evaluate
 from backends.training.model_card import count_licences, write_model_card
 from backends.training.objective import OutputProjection, frequent_tokens
+from backends.training.progress import progress_bar
 from backends.training.trainer import HeadsTrainer, TrainingError, TrainingOptions
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What :func:`train_heads` reads and writes. ``work_dir`` keeps answers, states and checkpoints between runs."""
+    """What :func:`train_heads` reads and writes. ``work_dir`` keeps answers, states and checkpoints between runs.
+
+    Held-out answers are taken from the first of the ``answers`` files only, so that adding others leaves the
+    evaluation comparable. ``initial``: a heads folder to start from, whose sizes and draft vocabulary are kept.
+    """
 
     prompts: Path | None
     answers: tuple[Path, ...]
@@ -38,6 +42,7 @@ class TrainingRun:
     work_dir: Path
     options: TrainingOptions
     resume: bool = False
+    initial: Path | None = None
     max_new_tokens: int = 192
     command: str = ""
 
@@ -47,14 +52,20 @@ def train_heads(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], ob
 
     Raises :class:`AnswersError` for unusable input, :class:`TrainingError` when a checkpoint can't be resumed.
     """
-    answers = read_answers(run.answers or (_generate(backbone, run, log),))
+    first, *others = run.answers or (_generate(backbone, run, log),)
+    answers = read_answers([first]) + [answer for answer in read_answers(others) if not answer.held_out]
     if not any(answer.held_out for answer in answers):
         raise TrainingError("no held-out answers: bring more prompts (5% are kept for evaluation)")
     states = collect_states(backbone, answers, run.work_dir / "hidden", log=log)
     log(f"{len(answers)} answers, {len(states.tokens)} tokens")
-    draft_ids = frequent_tokens(states, run.options.draft_vocab_size, keep=backbone.end_token_ids)
+    initial = None
+    if run.initial is not None:
+        initial = load_heads(run.initial, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
+        draft_ids = initial.draft_token_ids
+    else:
+        draft_ids = frequent_tokens(states, run.options.draft_vocab_size, keep=backbone.end_token_ids)
     projection = OutputProjection.of_model(backbone.model, draft_ids)
-    trainer = HeadsTrainer(states, projection, run.options, work_dir=run.work_dir)
+    trainer = HeadsTrainer(states, projection, run.options, work_dir=run.work_dir, initial=initial)
     if run.resume and trainer.resume():
         log(f"resumed at step {trainer.step} of {trainer.total_steps}")
     started = time.monotonic()
@@ -147,32 +158,37 @@ def _brief(report: EvaluationReport) -> str:
     return f"held-out top-1 {top1}%, {report.dynamic[7][ALL_CLASSES].tokens_per_step:.3f} tokens per step at 7 nodes"
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """How prompts are answered. ``temperature`` 0 is greedy; longer prompts than ``max_prompt_tokens`` are left out."""
+
+    temperature: float = 0.0
+    max_new_tokens: int = 192
+    max_prompt_tokens: int = 512
+    seed: int = 0
+
+
+def answer_prompts(
+    backbone: Backbone, prompts: Path, path: Path, options: AnswerOptions, *, log: Callable[[str], object] = print
+) -> None:
+    """Append the backbone's answers to ``path``, going on where an earlier run stopped.
+
+    Raises :class:`AnswersError` for a bad prompts file.
+    """
+    records = read_prompts(prompts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    core = backbone.engine(kv_tokens=32 * (options.max_prompt_tokens + options.max_new_tokens))
+    with progress_bar(len(records), "answers", "answer") as advance:
+        generate_answers(
+            core, backbone.tokenizer, records, path, **dataclasses.asdict(options), progress=lambda tokens: advance(1)
+        )
+    log(f"answers ready in {path} after {time.monotonic() - started:.0f} s")
+
+
 def _generate(backbone: Backbone, run: TrainingRun, log: Callable[[str], object]) -> Path:
     if run.prompts is None:
         raise AnswersError("give --answers, or --prompts to have the model answer them first")
-    prompts = read_prompts(run.prompts)
     path = run.work_dir / "answers.jsonl.gz"
-    run.work_dir.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    with progress_bar(len(prompts), "answers", "answer") as advance:
-        generate_answers(backbone, prompts, path, max_new_tokens=run.max_new_tokens, progress=advance)
-    log(f"answers ready in {path} after {time.monotonic() - started:.0f} s")
+    answer_prompts(backbone, run.prompts, path, AnswerOptions(max_new_tokens=run.max_new_tokens), log=log)
     return path
-
-
-@contextlib.contextmanager
-def progressprogress_bar(total: int, what: str, unit: str, *, initial: int = 0) -> Iterator[Callable[..., None]]:
-    """A tqdm bar where tqdm is installed (the ``train`` extra), nothing otherwise."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        yield lambda count, note="": None
-        return
-    with tqdm(total=total, initial=initial, desc=what, unit=unit, mininterval=2.0) as bar:
-
-        def advance(count: int, note: str = "") -> None:
-            if note:
-                bar.set_postfix_str(note, refresh=False)
-            bar.update(count)
-
-        yield advance

@@ -96,6 +96,10 @@ class HeadsTrainer:
             draft_token_ids=projection.draft_token_ids,
         )
         if initial is not None:
+            trained = (initial.num_heads, initial.inner_size, initial.head_input)
+            wanted = (options.num_heads, options.inner_size, options.head_input)
+            if trained != wanted:
+                raise TrainingError(f"the heads to start from are {trained}, the options ask for {wanted}")
             self.heads.load_state_dict(initial.state_dict())
         self.optimizer = torch.optim.AdamW(
             self.heads.parameters(),
