@@ -1,0 +1,240 @@
+"""A multilingual lexicon: words of many languages mapped to shared concepts.
+
+Concepts are what carries learning from one language to another: "Gedicht", "стихотворение" and "詩" are all `poem`, so
+a weight learned on English prompts works for languages with no training prompts. Not covered: morphology beyond stems,
+and languages whose file is missing under assets/lexicon.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+LEXICON_DIR = Path(__file__).parent / "assets" / "lexicon"
+
+FUNCTION_WORD = "fn"
+"""Concept of words that only say which language this is; it's never emitted."""
+
+HEAD_FINAL = frozenset({"ja", "ko", "hi", "tr"})
+"""Languages that put the verb last and its object before it; their concept order is reversed to match the others."""
+
+UNSPACED = frozenset({"zh", "ja", "ko", "th"})
+"""Languages matched inside words: without spaces (zh, ja, th) or with particles glued on (ko)."""
+
+STEM_KEY = 3
+UNSPACED_FROM = "\u0e00"
+_ACCENTS = str.maketrans("áàâäãåéèêëíìîïóòôöõúùûüçñý", "aaaaaaeeeeiiiiooooouuuucny")
+_KANA = re.compile("[\u3040-\u30ff]")
+_HANGUL = re.compile("[\uac00-\ud7af\u1100-\u11ff]")
+_THAI = re.compile("[\u0e00-\u0e7f]")
+# One-letter clitics ("and", "the", "in", "to") that Arabic and Hebrew write glued to the next word.
+CLITICS = frozenset("\u0648\u0641\u0628\u0644\u0643\u0627" + "\u05d5\u05d4\u05e9\u05d1\u05dc\u05db\u05de")
+CLITIC_RANGE = ("\u0590", "\u06ff")
+
+Entry = tuple[tuple[str, str], ...]  # (language, concept), ...
+
+
+def parse_lexicon(language: str, text: str) -> list[tuple[str, str, str]]:
+    """Rows (language, form, concept) of a lexicon file: lines of `concept: form, form, ...`."""
+    rows = []
+    for line in text.splitlines():
+        concept, colon, forms = line.partition(":")
+        if colon and not line.startswith("#"):
+            rows += [(language, form.strip().lower(), concept.strip()) for form in forms.split(",") if form.strip()]
+    return rows
+
+
+def read_lexicon(directory: Path = LEXICON_DIR) -> list[tuple[str, str, str]]:
+    """The rows of every language file in `directory`, in a fixed order (English first)."""
+    files = sorted(directory.glob("*.txt"), key=lambda path: (path.stem != "en", path.stem != "universal", path.stem))
+    return [row for path in files for row in parse_lexicon(path.stem, path.read_text(encoding="utf-8"))]
+
+
+class Lexicon:
+    """Looks up concepts of words; built once from rows, then read-only."""
+
+    def __init__(self, rows: Iterable[tuple[str, str, str]]) -> None:
+        self.rows = list(rows)
+        self._exact: dict[str, Entry] = {}
+        self._phrases: dict[str, dict[str, Entry]] = {}
+        self._stems: dict[str, list[tuple[str, str, str]]] = {}
+        self._runs: dict[str, dict[str, str]] = {}
+        english: dict[str, str] = {}
+        for language, form, concept in self.rows:
+            if language in UNSPACED:
+                self._runs.setdefault(language, {}).setdefault(form, concept)
+            elif form.endswith("*"):
+                self._add_stem(language, form[:-1], concept)
+            elif len(pair := tuple(tokens(form))) == 2:
+                seconds = self._phrases.setdefault(pair[0], {})
+                seconds[pair[1]] = (*seconds.get(pair[1], ()), (language, concept))
+            else:
+                self._add_exact(language, form, concept)
+                if language == "en":
+                    english.setdefault(form, concept)
+        for language, form, concept in self.rows:
+            plain = form.translate(_ACCENTS)  # people leave accents out, but "que" isn't "qué" where it's a word itself
+            if plain != form and language not in UNSPACED and not form.endswith("*") and len(tokens(form)) == 1:
+                self._add_exact(language, plain, concept)
+        for stems in self._stems.values():
+            stems.sort(key=lambda stem: -len(stem[0]))
+        self._lengths = {language: _lengths_by_first(forms) for language, forms in self._runs.items()}
+        self._english = frozenset(form for language, form, concept in self.rows if (language, concept) == ("en", "fn"))
+        # Most prompts are English: everything about a word in one look-up.
+        self._english_concepts = _misspellings(english) | {
+            word: concept for word, entry in self._exact.items() if (concept := _resolve(entry, "en"))
+        }
+
+    def _add_exact(self, language: str, form: str, concept: str) -> None:
+        entry = self._exact.get(form, ())
+        if not any(known == language for known, _ in entry):
+            self._exact[form] = (*entry, (language, concept))
+
+    def _add_stem(self, language: str, stem: str, concept: str) -> None:
+        for variant in {stem, stem.translate(_ACCENTS)}:
+            self._stems.setdefault(variant[:STEM_KEY], []).append((variant, language, concept))
+
+    def resolve(self, text: str, words: Sequence[str]) -> tuple[str, Mapping[str, str]]:
+        """The language of `words` ("en" if none speaks up), by script, then by votes, and what the words mean in it."""
+        distinct = set(words)
+        language = "" if text.isascii() else _unspaced_language(text, distinct)
+        english = len(distinct & self._english)
+        if not language and english * 5 >= len(distinct):
+            return "en", self._english_concepts
+        exact = self._exact
+        entries = {word: entry for word in distinct if (entry := exact.get(word))}
+        # A stem of another language matches by chance too often ("completo", "complete"): it speaks for its own only.
+        stems = {
+            word: entry
+            for word in distinct
+            if word not in entries and word[0] < UNSPACED_FROM and (entry := self._stem(word) or self._bare(word))
+        }
+        if not language:
+            votes: dict[str, int] = {"en": english}
+            for entry in (*entries.values(), *stems.values()):
+                for known in {known for known, _ in entry}:
+                    votes[known] = votes.get(known, 0) + 1
+            votes.pop("universal", None)
+            language = max(votes, key=lambda known: (votes[known], known == "en"))
+            if language == "en":
+                return "en", self._english_concepts
+        meanings = {word: _resolve(entry, language) for word, entry in entries.items()}
+        for word, entry in stems.items():
+            for known, concept in entry:
+                if known == language:
+                    meanings[word] = concept
+        return language, meanings
+
+    def concepts(self, words: Sequence[str], language: str, meanings: Mapping[str, str]) -> list[str]:
+        """The concepts of `words` in reading order, by what `resolve` said of them."""
+        found: list[str] = []
+        phrases, runs = self._phrases, self._runs.get(language)
+        seconds: dict[str, Entry] | None = None  # what may follow the last word to make a phrase
+        last_hit = False
+        for word in words:
+            if runs is not None and word[0] >= UNSPACED_FROM:
+                self._scan(word, language, runs, found)
+                seconds, last_hit = None, False
+                continue
+            concept = _resolve(seconds[word], language) if seconds is not None and word in seconds else ""
+            if concept:
+                if last_hit:
+                    found.pop()
+            else:
+                concept = meanings.get(word, "")
+            seconds = phrases.get(word)
+            last_hit = bool(concept) and concept != FUNCTION_WORD
+            if last_hit:
+                found.append(concept)
+        return found
+
+    def _stem(self, word: str) -> Entry:
+        stems = self._stems.get(word[:STEM_KEY])
+        if stems is None:
+            return ()
+        hits: dict[str, str] = {}
+        for stem, language, concept in stems:
+            if language not in hits and word.startswith(stem):
+                hits[language] = concept
+        return tuple(hits.items())
+
+    def _bare(self, word: str) -> Entry:
+        """The entry of an Arabic or Hebrew word without the clitics before it."""
+        if not CLITIC_RANGE[0] <= word[0] <= CLITIC_RANGE[1]:
+            return ()
+        for _ in range(3):
+            if len(word) < 3 or word[0] not in CLITICS:
+                return ()
+            word = word[1:]
+            if entry := self._exact.get(word) or self._stem(word):
+                return entry
+        return ()
+
+    def _scan(self, run: str, language: str, forms: dict[str, str], found: list[str]) -> None:
+        lengths, position, end = self._lengths[language], 0, len(run)
+        while position < end:
+            step = 1
+            for length in lengths.get(run[position], ()):
+                concept = forms.get(run[position : position + length])
+                if concept is not None:
+                    step = length
+                    if concept != FUNCTION_WORD:
+                        found.append(concept)
+                    break
+            position += step
+
+
+def _resolve(entry: Entry, language: str) -> str:
+    """The concept of an entry for a text in `language`; English text never takes another language's meaning."""
+    for known, concept in entry:
+        if known == language:
+            return concept
+    for known, concept in entry:
+        if known == "universal" or (language != "en" and concept != FUNCTION_WORD):
+            return concept
+    return ""
+
+
+def _unspaced_language(text: str, words: Iterable[str]) -> str:
+    if _KANA.search(text):
+        return "ja"
+    if _HANGUL.search(text):
+        return "ko"
+    if _THAI.search(text):
+        return "th"
+    return "zh" if any(word[0] >= "\u3400" for word in words) else ""
+
+
+def _lengths_by_first(forms: dict[str, str]) -> dict[str, tuple[int, ...]]:
+    lengths: dict[str, set[int]] = {}
+    for form in forms:
+        lengths.setdefault(form[0], set()).add(len(form))
+    return {first: tuple(sorted(sizes, reverse=True)) for first, sizes in lengths.items()}
+
+
+def _misspellings(concepts: dict[str, str]) -> dict[str, str]:
+    """One dropped, doubled or swapped letter of each long English word; shorter ones would collide with real words."""
+    typos: dict[str, str] = {}
+    for word, concept in concepts.items():
+        if len(word) < 6 or concept == FUNCTION_WORD or not word.isalpha():
+            continue
+        for i in range(1, len(word)):
+            dropped = word[:i] + word[i + 1 :]
+            doubled = word[:i] + word[i] + word[i:]
+            swapped = word[: i - 1] + word[i] + word[i - 1] + word[i + 1 :] if i > 1 else dropped
+            for typo in (dropped, doubled, swapped):
+                if typo not in concepts:
+                    typos.setdefault(typo, concept)
+    return typos
+
+
+# Latin to Indic letters with their combining marks, then scripts without spaces; a mixed "Python関数" gives two tokens.
+_TOKEN = re.compile(
+    r"[0-9a-z_\u00aa-\u024f\u0300-\u0dff\u1e00-\u1fff]+(?:\+\+|#)?|[\u0e00-\u0e7f\u1100-\u11ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
+)
+
+
+def tokens(text: str) -> list[str]:
+    """The words of lower-case `text`, in order; runs of unspaced scripts come as one word."""
+    return _TOKEN.findall(text)

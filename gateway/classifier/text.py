@@ -1,0 +1,146 @@
+"""Cuts chat messages into bounded pieces: the sentences of the request, pasted code, earlier context.
+
+Everything here looks at fixed-size windows, so a prompt of 1 MB costs what one of 2,000 characters does. Not covered:
+an instruction in the middle of a long paste, which no window reaches.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW_CHARS = 360
+"""Characters read from the head, and as many from the tail."""
+DENSE_WINDOW_CHARS = 180
+"""The same for scripts that say in one character what others say in several (Chinese, Japanese, Korean, Thai)."""
+DENSE_FROM = "\u0e00"
+CONTEXT_CHARS = 200
+EARLIER_TURNS = 2
+FENCE = "```"
+
+# Starts with a character class, which the regex engine skips to; a look-behind would be tried at every position.
+_SENTENCE_END = re.compile(r"[.!?]\s+|[。！？؟।]")
+# A line that only source code, a shell session or a stack trace starts with.
+_CODE_LINE = re.compile(
+    r"\s*(?:(?:async )?def \w+\(|class \w+[(:{]|import [\w.{]+|from [\w.]+ import |#include|using namespace "
+    r"|(?:public|private|protected|static|export) |(?:const|let|var) \w+ ?=|function\b ?\w*\(|func \w+\(|fn \w+"
+    r"|(?:SELECT|INSERT INTO|UPDATE|DELETE FROM|CREATE TABLE|ALTER TABLE) |(?:if|for|while|switch) ?\("
+    r"|return [\w(\[{\"'-].*[;)\]]$|[{}\])]+[;,)]*$|//|/\*|<[/!]?\w+[^<>]*>|\$ \w|@\w+$|print\(|console\."
+    r"|Traceback \(|  File \"|[A-Za-z_]\w*(?:\.\w+)* ?[-+*/]?= ?\S|[A-Za-z_][A-Za-z0-9_.]*\(.*\)[;:]?$)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestText:
+    """The bounded view of a request that features are taken from."""
+
+    sentences: tuple[str, ...]
+    """Prose of the last user turn, in order, each a sentence or line."""
+    code: str
+    """Fenced or code-like text of the last user turn."""
+    fenced: bool
+    code_last: bool
+    """Code comes after the last prose."""
+    length: int
+    """Characters of the whole last user turn."""
+    context: tuple[str, ...]
+    """Heads of the system prompt and of earlier user turns."""
+    answered_in_code: bool
+    """An earlier assistant turn holds a fenced block."""
+
+
+def read_request(messages: Sequence[Mapping[str, Any]] | str) -> RequestText:
+    """Cuts `messages` (or one prompt) into the pieces that features are taken from."""
+    if isinstance(messages, str):
+        last, earlier = messages, ()
+    else:
+        last, earlier = _last_user_turn(messages)
+    head, tail = _windows(last)
+    prose: list[tuple[str, bool]] = []  # (text, is code)
+    _split_fences(_normal(head), False, prose)
+    if tail:
+        # Whether the tail starts inside a block follows from the fences of the tail alone: an odd number closes one.
+        _split_fences(_normal(tail), tail.count(FENCE) % 2 == 1, prose)
+    sentences: list[str] = []
+    code: list[str] = []
+    code_last = False
+    for text, is_code in prose:
+        if is_code:
+            code.append(text)
+            code_last = True
+            continue
+        for line in text.splitlines():
+            if not line or line.isspace():
+                continue
+            if _CODE_LINE.match(line):
+                code.append(line)
+                code_last = True
+            else:
+                _split_sentences(line, sentences)
+                code_last = False
+    context = [_content(m)[:CONTEXT_CHARS] for m in earlier if m.get("role") in ("system", "developer")][:1]
+    context += [_content(m)[-CONTEXT_CHARS:] for m in earlier if m.get("role") == "user"][-EARLIER_TURNS:]
+    answers = [_content(m) for m in earlier if m.get("role") == "assistant"][-1:]
+    return RequestText(
+        sentences=tuple(sentences),
+        code="\n".join(code),
+        fenced=FENCE in head or FENCE in tail,
+        code_last=code_last,
+        length=len(last),
+        context=tuple(_normal(text) for text in context if text),
+        answered_in_code=any(FENCE in text[:2000] for text in answers),
+    )
+
+
+def _last_user_turn(messages: Sequence[Mapping[str, Any]]) -> tuple[str, Sequence[Mapping[str, Any]]]:
+    for position in range(len(messages) - 1, -1, -1):
+        if messages[position].get("role", "user") == "user":
+            return _content(messages[position]), messages[:position]
+    # Without a user turn the last message stands for it, so that a lone system prompt still gets a class.
+    return (_content(messages[-1]), messages[:-1]) if messages else ("", ())
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; of content parts, the text parts. Anything else counts as empty."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        return "\n".join(p["text"] for p in content if isinstance(p, Mapping) and isinstance(p.get("text"), str))
+    return ""
+
+
+def _split_sentences(line: str, out: list[str]) -> None:
+    start = 0
+    for match in _SENTENCE_END.finditer(line):
+        out.append(line[start : match.end()])
+        start = match.end()
+    if start < len(line):
+        out.append(line[start:])
+
+
+def _windows(text: str) -> tuple[str, str]:
+    """Head and tail of a text, without the word or line that a window cuts in two; short text is all head."""
+    size = DENSE_WINDOW_CHARS if max(text[:100], default="") >= DENSE_FROM else WINDOW_CHARS
+    if len(text) <= 2 * size:
+        return text, ""
+    head, tail = text[:size], text[-size:]
+    cut = max(head.rfind("\n"), head.rfind(" "))
+    starts = [at for at in (tail.find("\n"), tail.find(" ")) if 0 <= at < size // 2]
+    return head[:cut] if cut > size // 2 else head, tail[min(starts) :] if starts else tail
+
+
+def _normal(text: str) -> str:
+    if text.isascii() or unicodedata.is_normalized("NFKC", text):
+        return text
+    return unicodedata.normalize("NFKC", text)
+
+
+def _split_fences(text: str, inside: bool, out: list[tuple[str, bool]]) -> None:
+    for part in text.split(FENCE):
+        if part:
+            out.append((part, inside))
+        inside = not inside
