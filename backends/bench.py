@@ -100,7 +100,7 @@ def run_bench(options: BenchOptions, progress: Callable[[str], object] = lambda 
         for temperature in options.temperatures
         for name in options.classes
     ]
-    prompts = {name: [_encode(loaded, text) for text in PROMPTS[name]] for name in options.classes}
+    prompts = {name: [encode_prompt(loaded, text) for text in PROMPTS[name]] for name in options.classes}
     contestants: dict[str, Callable[[Cell, list[tuple[int, ...]], int], Run]] = {
         "medusa": lambda cell, ids, seed: decode(loaded, ids, cell, options.max_tokens, seed, DecodingPlan()),
         "vanilla": lambda cell, ids, seed: decode(
@@ -210,5 +210,6 @@ def _cpu_name() -> str:
         return platform.processor()
 
 
-def _encode(loaded: LoadedCore, text: str) -> tuple[int, ...]:
+def encode_prompt(loaded: LoadedCore, text: str) -> tuple[int, ...]:
+    """A bench prompt as a user's only message."""
     return tuple(loaded.tokenizer.encode_chat([{"role": "user", "content": text}]))

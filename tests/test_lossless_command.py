@@ -11,6 +11,7 @@ import torch
 from backends.loading import EngineOptions, LoadedCore, build_core, load_core, load_parts
 from backends.lossless import verify_lossless
 from backends.native.library import NativeUnavailable, load_library
+from backends.sweep import STATIC_TREES
 from backends.tiny import TINY_MODEL_NAME
 from gateway.cli import main
 
@@ -64,6 +65,16 @@ def test_bench_prints_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
         assert cell["identical"]
         assert min(cell["medusa_tps"], cell["vanilla_tps"], cell["generate_tps"]) > 0
         assert {"temperature", "tokens_per_step", "nodes"} <= cell.keys()
+
+
+def test_sweep_prints_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "sweep", "--model", TINY_MODEL_NAME, "--rounds", "1", "--concurrency", "2"]
+    assert main([*arguments, "--max-tokens", "6", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)["cells"]
+    assert [cell["class"] for cell in cells] == ["code", "chat", "creative", "mixed"]
+    for cell in cells:
+        assert min(cell[f"{name}_tps"] for name in ("adaptive", "vanilla", "default_tree", "best_static")) > 0
+        assert cell["best_static"] in STATIC_TREES
 
 
 def test_native_kernels_are_built_where_a_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,11 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
         help="measure Medusa, vanilla and transformers' generate side by side",
-        description="Contestants take turns on the same prompts; cells report medians over rounds.",
+        description="Contestants take turns on the same prompts; cells report medians over rounds. `bench sweep` "
+        "compares adaptive decoding with vanilla and static trees over classes and loads instead.",
     )
     add = parser.add_argument
+    add("what", nargs="?", choices=("decoding", "sweep"), default="decoding", help="default: %(default)s")
     add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
     add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
@@ -22,43 +24,87 @@ def add_parser(subparsers: Any) -> None:
     add("--runner", choices=("auto", "native", "transformers"), default="auto", help="default: %(default)s")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
     add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    add("--concurrency", default="1,4,16", metavar="N,N", help="default: %(default)s")
-    add("--temperature", default="0,0.7", metavar="T,T", help="default: %(default)s")
-    add("--max-tokens", type=int, default=128, metavar="N", help="longest answer; default: %(default)s")
+    add("--concurrency", type=_integers, metavar="N,N", help="default: 1,4,16; of the sweep 1,2,4,8,16,32")
+    add("--temperature", type=_numbers, default=(0.0, 0.7), metavar="T,T", help="not of the sweep; default: 0,0.7")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    from backends.bench import BenchOptions, run_bench
-    from backends.loading import EngineOptions
     from gateway.cli import CommandError
 
-    engine = EngineOptions(
-        model=args.model, heads=args.heads, device=args.device, dtype=args.dtype, runner=args.runner, max_model_len=1024
-    )
+    if args.quick and args.what == "sweep":
+        raise CommandError("--quick is not for the sweep; use --rounds 1 and --concurrency instead")
     try:
-        options = (
-            BenchOptions.quick(engine)
-            if args.quick
-            else BenchOptions(
-                engine,
-                temperatures=tuple(float(part) for part in args.temperature.split(",")),
-                concurrencies=tuple(int(part) for part in args.concurrency.split(",")),
-                rounds=args.rounds,
-                max_tokens=args.max_tokens,
-            )
-        )
-        report = run_bench(options, progress=lambda line: print(line, file=sys.stderr, flush=True))
+        report = _sweep(args) if args.what == "sweep" else _decoding(args)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if args.json:
         print(json.dumps(report))
         return 0
     print("machine: " + ", ".join(f"{key} {value}" for key, value in report["machine"].items()))
-    columns = ("class", "temperature", "concurrency", "medusa_tps", "vanilla_tps", "generate_tps")
-    columns += ("medusa_over_vanilla", "tokens_per_step", "nodes", "identical")
+    columns = list(report["cells"][0])
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for cell in report["cells"]:
         print("| " + " | ".join(str(cell[column]) for column in columns) + " |")
     return 0
+
+
+def _decoding(args: argparse.Namespace) -> dict[str, Any]:
+    from backends.bench import BenchOptions, run_bench
+
+    if args.quick:
+        return run_bench(BenchOptions.quick(_engine(args)), _progress)
+    options = BenchOptions(
+        _engine(args),
+        temperatures=args.temperature,
+        concurrencies=args.concurrency or (1, 4, 16),
+        rounds=args.rounds,
+        max_tokens=args.max_tokens or 128,
+    )
+    return run_bench(options, _progress)
+
+
+def _sweep(args: argparse.Namespace) -> dict[str, Any]:
+    from backends.sweep import SweepOptions, run_sweep
+
+    options = SweepOptions(
+        _engine(args),
+        concurrencies=args.concurrency or (1, 2, 4, 8, 16, 32),
+        rounds=args.rounds,
+        max_tokens=args.max_tokens or 48,
+    )
+    return run_sweep(options, _progress)
+
+
+def _engine(args: argparse.Namespace) -> Any:
+    from backends.loading import EngineOptions
+
+    return EngineOptions(
+        model=args.model, heads=args.heads, device=args.device, dtype=args.dtype, runner=args.runner, max_model_len=1024
+    )
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive whole numbers such as 1,4,16")
+    return found
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 <= value <= 2 for value in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of temperatures such as 0,0.7")
+    return found

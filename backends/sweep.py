@@ -1,0 +1,92 @@
+"""Load sweep: adaptive decoding against vanilla and static trees, over classes of prompts and numbers of requests.
+
+As in :mod:`backends.bench`, contestants take turns on the same prompts in rotating order, and cells report medians over
+rounds. A ratio is the median of the ratios of runs that stood side by side in one round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from backends.bench import Cell, Run, decode, encode_prompt, machine
+from backends.bench_prompts import PROMPTS
+from backends.loading import EngineOptions, load_core
+from backends.tree import CandidateTree
+from backends.types import DecodingPlan
+
+DEFAULT_TREE = "3x2x1"
+STATIC_TREES = ("1", "1x1", "2x1", "2x1x1", DEFAULT_TREE, "4x2x1x1")
+
+
+@dataclass(frozen=True, slots=True)
+class SweepOptions:
+    """``least_prompts``: a round of a cell decodes as many prompts as are in flight, but no fewer than this."""
+
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    classes: tuple[str, ...] = (*PROMPTS, "mixed")
+    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    temperature: float = 0.0
+    rounds: int = 3
+    max_tokens: int = 48
+    least_prompts: int = 4
+
+
+def run_sweep(options: SweepOptions, progress: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
+    """``{machine, cells: [...]}``; raises as :func:`backends.bench.run_bench` does."""
+    loaded = load_core(options.engine)
+    prompts = {name: [encode_prompt(loaded, text) for text in texts] for name, texts in PROMPTS.items()}
+    prompts["mixed"] = list(chain.from_iterable(zip(*prompts.values(), strict=True)))
+    plans = {
+        "adaptive": DecodingPlan(),
+        "vanilla": DecodingPlan(method="vanilla", num_heads=0),
+        **{shape: _static(shape) for shape in STATIC_TREES},
+    }
+    names = list(plans)
+    cells = [
+        Cell(name, options.temperature, concurrency, {contestant: [] for contestant in names})
+        for concurrency in options.concurrencies
+        for name in options.classes
+    ]
+    warm_up = prompts[options.classes[0]][:2]
+    decode(loaded, warm_up, cells[0], options.max_tokens, 0, plans["adaptive"])
+    for turn in range(options.rounds):
+        for cell in cells:
+            pool = prompts[cell.name]
+            count = max(cell.concurrency, options.least_prompts)
+            chosen = [pool[(turn * count + i) % len(pool)] for i in range(count)]
+            for offset in range(len(names)):
+                name = names[(turn + offset) % len(names)]
+                cell.runs[name].append(decode(loaded, chosen, cell, options.max_tokens, turn, plans[name]))
+            speeds = " ".join(f"{name} {cell.runs[name][-1].tps:.0f}" for name in names)
+            progress(f"round {turn + 1}: {cell.name} x{cell.concurrency} {speeds}")
+    return {"machine": machine(loaded), "cells": [report_cell(cell) for cell in cells]}
+
+
+def report_cell(cell: Cell) -> dict[str, Any]:
+    """A cell as ``medusa-gateway bench sweep --json`` prints it."""
+    medians = {name: statistics.median(run.tps for run in runs) for name, runs in cell.runs.items()}
+    best = max(STATIC_TREES, key=lambda shape: medians[shape])
+    return {
+        "class": cell.name,
+        "concurrency": cell.concurrency,
+        "adaptive_tps": round(medians["adaptive"], 1),
+        "vanilla_tps": round(medians["vanilla"], 1),
+        "default_tree_tps": round(medians[DEFAULT_TREE], 1),
+        "best_static_tps": round(medians[best], 1),
+        "best_static": best,
+        "adaptive_over_vanilla": _ratio(cell.runs["adaptive"], cell.runs["vanilla"]),
+        "adaptive_over_best_static": _ratio(cell.runs["adaptive"], cell.runs[best]),
+    }
+
+
+def _ratio(above: list[Run], below: list[Run]) -> float:
+    return round(statistics.median(a.tps / b.tps for a, b in zip(above, below, strict=True)), 3)
+
+
+def _static(shape: str) -> DecodingPlan:
+    tree = CandidateTree.parse(shape)
+    return DecodingPlan(num_heads=tree.depth, tree=tree, max_nodes=len(tree))
