@@ -125,6 +125,9 @@ def build_core(
     model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
     config = model.config
     longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    if options.kv_tokens is not None:
+        # A request that could never get its pages is refused as too long rather than when it is queued.
+        longest = min(longest, options.kv_tokens)
     max_running = options.max_running or 32
     engine_config = EngineConfig(
         max_model_len=longest,
@@ -154,10 +157,11 @@ def measure_cost(runner: ModelRunner, heads: HeadsRunner | None) -> StepCost:
     context = min(_COST_CONTEXT, runner.max_context - 2, (runner.num_pages - 1) * PAGE_SIZE)
     pages = list(range(-(-(context + 1) // PAGE_SIZE)))
 
-    def forward(rows: int) -> torch.Tensor:
+    def forward(rows: int) -> float:
         batch = BatchBuilder(runner.num_pages * PAGE_SIZE)
         batch.add_tree(pages, 0, context, [0] * (rows - 1), [0] * (rows - 1))
-        return runner.logits(runner.forward(batch.build())).amax()
+        # Taking the number waits for a device that works on its own.
+        return runner.logits(runner.forward(batch.build())).amax().item()
 
     def propose(sequences: int) -> object:
         assert heads is not None
@@ -181,6 +185,10 @@ def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, l
             log.warning("running through transformers, which is slower: %s", error)
     elif options.runner == "native":
         raise ValueError("the native runner runs on the CPU only")
+    if model.device.type == "cuda":
+        log.warning(
+            "exactness on CUDA is not proven on this machine; run: medusa-gateway verify-lossless --device cuda"
+        )
     return HfRunner(model, **sizes)
 
 
