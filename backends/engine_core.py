@@ -314,10 +314,14 @@ class EngineCore:
                 )
 
     def _count(self, step: _Step, began: float) -> None:
-        """Books of the step. A sequence's time is its share: the step's over the sequences that decoded in it."""
+        """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost."""
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
         measured_ms = (self._clock() - began) * 1e3
-        for item in decoded:
+        extra_ms = step.spent_ms - step.vanilla_ms
+        weights = [len(item.draft.tokens) or (item.proposals is not None) for item in decoded]
+        drafting = sum(weights)
+        for item, weight in zip(decoded, weights, strict=True):
+            own_ms = extra_ms * weight / drafting if drafting else extra_ms / len(decoded)
             sequence, counts, drafted = item.sequence, item.sequence.counts, len(item.draft.tokens)
             counts.drafted += drafted
             counts.accepted += len(item.emitted) - 1
@@ -333,7 +337,7 @@ class EngineCore:
                 proposals=item.proposals,
                 control=sequence.request.plan.method == "vanilla",
                 vanilla_ms=step.vanilla_ms / len(decoded),
-                spent_ms=step.spent_ms / len(decoded),
+                spent_ms=step.vanilla_ms / len(decoded) + own_ms,
                 measured_ms=measured_ms / len(decoded),
             )
         for item in step.scheduled:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+
 from litestar import Litestar
 from litestar.datastructures import State
 from litestar.exceptions import HTTPException
 
 from gateway import completions, models
+from gateway.admin import admin_routes
 from gateway.errors import handle_exception
 from gateway.openapi import openapi_route
 from gateway.request_id import RequestIdHeader
@@ -23,11 +28,22 @@ ROUTES = (
 )
 
 
+@asynccontextmanager
+async def _controlled(state: GatewayState, _: Litestar) -> AsyncGenerator[None, None]:
+    """The controller's background work, for as long as the app takes requests."""
+    await state.controller.start({name: model.decoder for name, model in state.models.items()})
+    try:
+        yield
+    finally:
+        await state.controller.stop()
+
+
 def create_app(state: GatewayState) -> Litestar:
-    """An app that serves ``state``. The caller keeps what is in it: nothing is closed when the app shuts down."""
+    """An app that serves ``state``. The caller keeps what is in it: only the controller stops with the app."""
     return Litestar(
-        route_handlers=[*ROUTES, openapi_route(sorted(state.models))],
+        route_handlers=[*ROUTES, *admin_routes(), openapi_route(sorted(state.models))],
         state=State({"gateway": state}),
+        lifespan=[partial(_controlled, state)],
         exception_handlers={HTTPException: handle_exception, Exception: handle_exception},
         before_send=[RequestIdHeader(state.new_id)],
         request_max_body_size=state.settings.max_body_bytes,

@@ -12,18 +12,23 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+from platformdirs import user_state_dir
 
 from backends.types import Decoder
 from policy.counters import StatsKey
 from policy.decision import Decision, decide
+from policy.embedded import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
 from policy.fallback import Transition
 from policy.records import AlertRecord, DecisionLog, DecisionRecord, Event, EventKind, new_event_log
+from policy.redis_client import parse_redis_url
 from policy.runtime import PolicyRuntime
 from policy.spec import BUILT_IN_CLASSES, RequestFacts
 from policy.stabiliser import Held, HeldKey, stabilise
 from policy.statistics import Statistics
-from policy.store import MemoryStore, StatsStore
+from policy.store import MemoryStore, RedisStore, StatsStore
 from policy.syncing import StoreSync
 
 logger = logging.getLogger("gateway.controller")
@@ -43,6 +48,34 @@ OpenStore = Callable[[], Awaitable[StatsStore]]
 
 async def memory_store() -> StatsStore:
     return MemoryStore()
+
+
+def store_opener(url: str | None, folder: Path | None = None) -> OpenStore:
+    """What opens the store that an operator named: a Redis URL, "memory", or None for an embedded server.
+
+    Raises ValueError for a URL that can't be used. ``folder`` is where the embedded server keeps its data.
+    """
+    if url == "memory":
+        return memory_store
+    if url is not None:
+        target = parse_redis_url(url)
+
+        async def redis_store() -> StatsStore:
+            return RedisStore(target)
+
+        return redis_store
+
+    async def embedded_store() -> StatsStore:
+        server = EmbeddedServer(folder or Path(user_state_dir("medusa-gateway")) / "valkey")
+        try:
+            # In a thread: it waits for a process to start, or for a stale one to end.
+            target = await asyncio.to_thread(server.start)
+        except EmbeddedUnavailable as error:
+            logger.warning("statistics are kept in memory only: %s", error)
+            return MemoryStore(because=str(error))
+        return EmbeddedStore(server, target)
+
+    return embedded_store
 
 
 class Controller:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,15 +12,20 @@ from litestar.response.base import ASGIResponse
 
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenChunk
 from gateway.admission import Ticket
-from gateway.errors import EngineFailure
+from gateway.controller import Controller
+from gateway.errors import EngineFailure, InvalidRequest
 from gateway.generation import Generation, unless_disconnected
 from gateway.openai_types import GenerationFields
-from gateway.planning import plan_for
-from gateway.results import ChoiceResult, collect
+from gateway.planning import arm_of, plan_for, prompt_to_classify, turn_of
+from gateway.request_id import request_id_of
+from gateway.results import ChoiceResult, collect, decoding_report
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState, ServedModel
 from gateway.streaming import ChoiceWriter, EventStream, StreamWriter, events
 from gateway.validation import choice_seed, requested_max_tokens, sampling_params, token_budget
+from policy.decision import Decision
+from policy.records import DecisionRecord
+from policy.spec import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,31 @@ class Answer:
     model: str
     prompt_tokens: int
     plan: DecodingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A request's facts, the policy's decision on them, and the plan that came of it and of the client's wishes."""
+
+    facts: RequestFacts
+    decision: Decision
+    plan: DecodingPlan
+    stats_key: str
+
+    def as_dict(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "method": plan.method,
+            "heads": plan.num_heads,
+            "max_nodes": plan.max_nodes,
+            "tree": None if plan.tree is None else [list(path) for path in plan.tree.nodes],
+            "acceptance": plan.acceptance,
+            "temperature": self.decision.temperature,
+            "rule": plan.rule,
+            "reason": plan.reason,
+            "policy_version": plan.policy_version,
+            "stats_key": self.stats_key,
+        }
 
 
 class Call(ABC):
@@ -68,7 +98,8 @@ async def answer_call(call: Call, request: Request[Any, Any, Any], gateway: Gate
     body, info = call.body, call.served.decoder.info
     sampling = sampling_params(body, info, gateway.settings, call.logprobs)
     max_tokens = requested_max_tokens(body)
-    plan = plan_for(body.decoding, info)
+    # Before a place is taken: what can't be planned at all is refused first.
+    plan_for(body.decoding, info)
     ticket = gateway.admission.admit(call.prompts * (body.n or 1))
     try:
         prompts = await call.encode(gateway.settings.inline_tokenize_chars)
@@ -76,22 +107,69 @@ async def answer_call(call: Call, request: Request[Any, Any, Any], gateway: Gate
             token_budget(max_tokens, sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field)
             for ids in prompts
         ]
+        answer_id = call.id_prefix + gateway.new_id()
+        planned = plan_call(call, prompts, answer_id, request, gateway)
         answer = Answer(
-            id=call.id_prefix + gateway.new_id(),
+            id=answer_id,
             created=int(gateway.wall_clock()),
             model=info.name,
             prompt_tokens=sum(len(ids) for ids in prompts),
-            plan=plan,
+            plan=planned.plan,
         )
         seed = gateway.new_seed() if body.seed is None else body.seed
-        deadline_s = _deadline_s(body, gateway.settings)
+        deadline_s = _deadline_s(body, gateway.settings, planned.decision)
         if deadline_s is not None:
             deadline_s = max(deadline_s - (gateway.clock() - arrived), 0.0)
-        sequences = _sequences(answer.id, prompts, budgets, sampling, seed, body.n or 1, plan, deadline_s)
-        return await _run(call, answer, sequences, ticket, request)
+        sampling = replace(sampling, temperature=planned.decision.temperature)
+        sequences = _sequences(answer_id, prompts, budgets, sampling, seed, body.n or 1, planned, deadline_s)
+        gateway.controller.record(
+            DecisionRecord(answer_id, planned.facts, planned.decision, gateway.wall_clock(), planned.as_dict()),
+            request_id_of(request.scope, gateway.new_id),
+        )
+        return await _run(call, answer, sequences, ticket, request, gateway.controller)
     except BaseException:
         ticket.close()
         raise
+
+
+def plan_call(
+    call: Call,
+    prompts: Sequence[tuple[int, ...]],
+    answer_id: str,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    *,
+    dry: bool = False,
+) -> Planned:
+    """Classify, decide, and put the client's own wishes in. ``dry``: only asked; nothing is remembered of it.
+
+    Several prompts of one request are decoded by one plan, that of the first; the longest counts as their length.
+    """
+    body, decoder, controller = call.body, call.served.decoder, gateway.controller
+    load = decoder.load()
+    hint = body.decoding.class_ if body.decoding else None
+    if hint is not None and hint not in controller.known_classes:
+        raise InvalidRequest(
+            f"'decoding.class' is '{hint}', which is no class of the policy; use one of: "
+            f"{', '.join(controller.known_classes)}.",
+            param="decoding.class",
+        )
+    facts = RequestFacts(
+        request_id=answer_id,
+        model=decoder.info.name,
+        class_name=hint or controller.class_of(prompt_to_classify(body)),
+        # Set by whatever authenticates requests; without it there is one tenant, without a name.
+        tenant=request.scope.get("state", {}).get("tenant", ""),
+        turn=turn_of(body),
+        prompt_tokens=max(len(ids) for ids in prompts),
+        temperature=body.temperature,
+        load=(load.running + load.waiting) / max(load.max_running, 1),
+        model_heads=decoder.info.num_heads,
+    )
+    decision = controller.decide(facts, dry=dry)
+    plan = plan_for(body.decoding, decoder.info, decision)
+    arm = arm_of(plan, decision)
+    return Planned(facts, decision, plan, controller.stats_key(facts, decision.bucket, arm))
 
 
 async def _run(
@@ -100,12 +178,14 @@ async def _run(
     sequences: list[GenerationRequest],
     ticket: Ticket,
     request: Request[Any, Any, Any],
+    controller: Controller,
 ) -> ASGIResponse:
     generation = Generation(call.served.decoder, sequences, ticket)
     try:
         if not call.body.stream:
             results = await unless_disconnected(request.receive, collect(generation, len(sequences)))
             generation.close()
+            controller.decisions.finish(answer.id, decoding_report(answer.plan, results))
             return ASGIResponse(body=call.response(answer, results), media_type="application/json", status_code=200)
         options = call.body.stream_options
         writer = StreamWriter(
@@ -118,7 +198,7 @@ async def _run(
             plan=answer.plan,
             writers=[call.choice_writer() for _ in sequences],
         )
-        chunks = generation.chunks()
+        chunks = _with_outcome(generation.chunks(), answer, len(sequences), controller)
         first = await unless_disconnected(request.receive, _first(chunks))
         return EventStream(events(first, chunks, writer, generation), close=generation.close)
     except BaseException:
@@ -133,7 +213,7 @@ def _sequences(
     sampling: SamplingParams,
     seed: int,
     n: int,
-    plan: DecodingPlan,
+    planned: Planned,
     deadline_s: float | None,
 ) -> list[GenerationRequest]:
     """One engine request per choice, prompt by prompt, as OpenAI numbers them."""
@@ -143,19 +223,35 @@ def _sequences(
             request_id=response_id if single else f"{response_id}-{prompt * n + choice}",
             prompt_token_ids=ids,
             sampling=replace(sampling, max_tokens=budget, seed=choice_seed(seed, choice)),
-            plan=plan,
+            plan=planned.plan,
             deadline_s=deadline_s,
+            stats_key=planned.stats_key,
         )
         for prompt, (ids, budget) in enumerate(zip(prompts, budgets, strict=True))
         for choice in range(n)
     ]
 
 
-def _deadline_s(body: GenerationFields, settings: GatewaySettings) -> float | None:
-    """The client may shorten the operator's deadline, never lengthen it."""
+def _deadline_s(body: GenerationFields, settings: GatewaySettings, decision: Decision) -> float | None:
+    """The client may shorten the operator's deadline, never lengthen it; nor may a policy lengthen the flag's."""
     asked = body.decoding.deadline_ms if body.decoding else None
-    limits = [limit for limit in (settings.deadline_s, asked / 1000 if asked else None) if limit is not None]
-    return min(limits, default=None)
+    limits = (settings.deadline_s, decision.deadline_s, asked / 1000 if asked else None)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+async def _with_outcome(
+    chunks: AsyncGenerator[tuple[int, TokenChunk], None], answer: Answer, count: int, controller: Controller
+) -> AsyncGenerator[tuple[int, TokenChunk], None]:
+    """The same chunks; the books of a stream are closed with its last one."""
+    results = [ChoiceResult() for _ in range(count)]
+    left = count
+    async for index, chunk in chunks:
+        if chunk.finish_reason is not None:
+            results[index].note(chunk)
+            left -= 1
+            if left == 0:
+                controller.decisions.finish(answer.id, decoding_report(answer.plan, results))
+        yield index, chunk
 
 
 async def _first(chunks: AsyncIterator[tuple[int, TokenChunk]]) -> tuple[int, TokenChunk]:

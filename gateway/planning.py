@@ -5,9 +5,11 @@ from __future__ import annotations
 from backends.tree import CandidateTree, TreeError
 from backends.types import DecodingPlan, ModelInfo
 from gateway.errors import InvalidRequest
-from gateway.openai_types import DecodingOptions
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest, DecodingOptions, GenerationFields
+from gateway.prompts import plain_messages
 from policy.counters import Arm
 from policy.decision import Decision
+from policy.spec import Turn
 
 CLIENT_RULE = "request"
 DEFAULT_RULE = "default"
@@ -54,7 +56,8 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
             if asked
             else f"{info.name} has {info.num_heads} Medusa heads, so they are used by default",
         )
-    if not asked:
+    # Acceptance says how drafts are judged, not that there must be any.
+    if not asked or (asked == ["acceptance"] and decision.method == "vanilla"):
         return _as_decided(options, decision)
     if tree is None:
         # What the client left open is the policy's: the decided shape, or, if that is vanilla, its upper bounds.
@@ -64,14 +67,13 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
         nodes = decision.max_nodes if decided and options.heads is None else decision.most_nodes
     else:
         nodes = len(tree)
-    if nodes > decision.most_nodes:
+    if nodes > decision.most_nodes or heads > decision.most_heads:
         raise InvalidRequest(
-            f"'decoding.tree' has {nodes} nodes, but the policy allows {decision.most_nodes}; make it smaller.",
+            f"'decoding.tree' has {nodes} nodes on {heads} levels, but the policy allows {decision.most_nodes} nodes "
+            f"on {decision.most_heads}; make it smaller.",
             param="decoding.tree",
+            code="not_allowed_by_policy",
         )
-    if options.method != "medusa" and decision.method == "vanilla" and asked == ["acceptance"]:
-        # Acceptance says how drafts are judged, not that there must be any.
-        return _as_decided(options, decision)
     return DecodingPlan(
         method="medusa",
         num_heads=heads,
@@ -99,6 +101,21 @@ def arm_of(plan: DecodingPlan, decision: Decision) -> Arm:
     if plan.rule != CLIENT_RULE:
         return decision.arm
     return "control" if plan.method == "vanilla" else "client"
+
+
+def prompt_to_classify(body: GenerationFields) -> list[dict[str, str]] | str | None:
+    """What the classifier should see: the messages, or the first prompt; None if there are only token ids."""
+    if isinstance(body, ChatCompletionRequest):
+        return plain_messages(body.messages)
+    assert isinstance(body, CompletionRequest)
+    first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+    return first if isinstance(first, str) else None
+
+
+def turn_of(body: GenerationFields) -> Turn:
+    """Whether the conversation has had an answer before."""
+    spoken = isinstance(body, ChatCompletionRequest) and any(each.role == "assistant" for each in body.messages)
+    return "later" if spoken else "first"
 
 
 def _as_decided(options: DecodingOptions, decision: Decision) -> DecodingPlan:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from backends.types import (
+    DecodeCounters,
     DecodingPlan,
     EngineLoad,
     EngineStopped,
@@ -27,6 +28,7 @@ from backends.types import (
     TokenChunk,
     TokenLogprob,
 )
+from policy.counters import add_counters
 
 EOS = 256
 ROLE_IDS = {"system": 257, "user": 258, "assistant": 259}
@@ -135,6 +137,7 @@ class FakeHandle:
                 steps += 1
                 step = tokens[position : position + per_step]
                 position += len(step)
+                decoder.count(request.stats_key, _step_counters(request.plan, per_step, len(step)))
                 reason = writer.take(step)
             if reason in ("abort", "error"):
                 writer.drop()
@@ -159,6 +162,28 @@ class FakeHandle:
                 decoder.note_finished(self)
             if chunk.text or chunk.token_ids or chunk.finish_reason:
                 yield chunk
+
+
+def _step_counters(plan: DecodingPlan, per_step: int, emitted: int) -> DecodeCounters:
+    """A step of 10 ms whatever its rows, so that speculation always pays."""
+    vanilla = plan.method == "vanilla"
+    return DecodeCounters(
+        steps=1,
+        medusa_steps=not vanilla,
+        rows=per_step,
+        emitted_tokens=emitted,
+        drafted_tokens=per_step - 1,
+        accepted_tokens=max(emitted - 1, 0),
+        vanilla_us=10_000 * emitted,
+        spent_us=10_000,
+        measured_us=10_000,
+        control_steps=vanilla,
+        control_tokens=emitted if vanilla else 0,
+        control_vanilla_us=10_000 if vanilla else 0,
+        control_measured_us=10_000 if vanilla else 0,
+        attempts=[] if vanilla else [1] * emitted,
+        hits=[] if vanilla else [[int(head < per_step - 1)] for head in range(emitted)],
+    )
 
 
 class _TextWriter:
@@ -243,6 +268,7 @@ class FakeDecoder:
         self._holding: Holding | None = None
         self._fail_at: int | None = None
         self._alive = True
+        self._counters: dict[str, DecodeCounters] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -270,6 +296,16 @@ class FakeDecoder:
         return EngineLoad(
             min(running, self._max_running), max(running - self._max_running, 0), running, 64, self._max_running
         )
+
+    def take_counters(self) -> dict[str, DecodeCounters]:
+        with self._changed:
+            taken, self._counters = self._counters, {}
+        return taken
+
+    def count(self, key: str, counters: DecodeCounters) -> None:
+        """Add to the counters that the next :meth:`take_counters` gives; tests may do so as well."""
+        with self._changed:
+            add_counters(self._counters.setdefault(key, DecodeCounters()), counters)
 
     def close(self) -> None:
         self._alive = False

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backends.training.distill import Backbone
+    from backends.training.backbone import Backbone
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,8 +24,13 @@ def add_parser(subparsers: Any) -> None:
     _add_model(train)
     train.add_argument("--prompts", type=Path, help="JSON lines with id, prompt and (optional) label")
     train.add_argument(
-        "--answers", type=Path, nargs="+", default=[], help="answers made before (.jsonl.gz): skips generation"
+        "--answers",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="answers made before (.jsonl.gz): skips generation; held-out ones are taken from the first file",
     )
+    train.add_argument("--init", type=Path, help="heads folder to start from, instead of random heads")
     train.add_argument("--out", type=Path, required=True, help="folder for the heads")
     train.add_argument("--work-dir", type=Path, help="answers, states and checkpoints; default: OUT.work")
     train.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work dir")
@@ -44,6 +49,15 @@ def add_parser(subparsers: Any) -> None:
     train.add_argument("--max-new-tokens", type=int, default=192, help="length of generated answers")
     train.add_argument("--seed", type=int, default=0)
     train.set_defaults(run=run_train)
+
+    answers = commands.add_parser("answers", help="have a model answer prompts: more data for heads train --answers")
+    _add_model(answers)
+    answers.add_argument("--prompts", type=Path, required=True)
+    answers.add_argument("--out", type=Path, required=True, help="file to append to (.jsonl.gz)")
+    answers.add_argument("--temperature", type=float, default=0.0)
+    answers.add_argument("--max-new-tokens", type=int, default=192)
+    answers.add_argument("--seed", type=int, default=0)
+    answers.set_defaults(run=run_answers)
 
     evaluate = commands.add_parser("eval", help="accuracy and tokens per step on held-out answers")
     _add_model(evaluate)
@@ -82,10 +96,18 @@ def run_train(args: argparse.Namespace) -> int:
         work_dir=args.work_dir or args.out.with_name(args.out.name + ".work"),
         options=options,
         resume=args.resume,
+        initial=args.init,
         max_new_tokens=args.max_new_tokens,
         command=shlex.join(["medusa-gateway", *sys.argv[1:]]),
     )
     return _reporting_errors(lambda: train_heads(_backbone(args), run))
+
+
+def run_answers(args: argparse.Namespace) -> int:
+    from backends.training.distill import AnswerOptions, answer_prompts
+
+    options = AnswerOptions(temperature=args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed)
+    return _reporting_errors(lambda: answer_prompts(_backbone(args), args.prompts, args.out, options))
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -110,21 +132,17 @@ def run_inspect(args: argparse.Namespace) -> int:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=None, help="local model folder; default: the demo model")
+    parser.add_argument("--model", default=None, help="local model folder or hub id; default: the demo model")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
 
 
 def _backbone(args: argparse.Namespace) -> Backbone:
-    from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
-    from backends.training.distill import load_backbone, use_threads
+    from backends.training.backbone import load_backbone
 
-    use_threads(args.threads or os.cpu_count() or 1)
-    if args.model in (None, DEMO_MODEL_NAME):
-        return load_backbone(prepare_demo_model(), name=DEMO_MODEL_NAME)
-    return load_backbone(Path(args.model))
+    return load_backbone(args.model, threads=args.threads)
 
 
-def _reporting_errors(work: Any) -> int:
+def _reporting_errors(work: Callable[[], object]) -> int:
     """Run ``work``; a mistake in the input is told in one line, anything else keeps its traceback."""
     from backends.demo import DemoModelError
     from backends.heads import HeadsError
@@ -133,7 +151,7 @@ def _reporting_errors(work: Any) -> int:
 
     try:
         work()
-    except (AnswersError, TrainingError, HeadsError, DemoModelError, FileNotFoundError) as error:
+    except (AnswersError, TrainingError, HeadsError, DemoModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import argparse
 import logging
-from typing import Any
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gateway.settings import GatewaySettings, is_loopback
+
+if TYPE_CHECKING:
+    from gateway.controller import Controller
 
 DEFAULT_PORT = 8080
 
@@ -42,6 +48,15 @@ def add_parser(subparsers: Any) -> None:
         help="largest request; default: %(default)s",
     )
 
+    add = parser.add_argument_group("policy").add_argument
+    add("--policy", metavar="FILE", help="decoding policy, watched for edits; default: the one that ships")
+    add(
+        "--redis-url",
+        metavar="URL",
+        help="where replicas share statistics (better given as MEDUSA_REDIS_URL, which other users can't see); "
+        "default: an embedded server; 'memory': nowhere",
+    )
+
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="default: %(default)s")
     add("--port", type=_port, default=DEFAULT_PORT, help="0 picks a free one; default: %(default)s")
@@ -67,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
             "127.0.0.1 (behind a proxy of yours), or add --insecure-allow-remote if the network is trusted."
         )
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # A broken policy and a mistyped URL, like a taken port, should not cost the loading of a model to find out.
+    controller = _controller(args)
     # Bound before the model is loaded: a taken port should not cost a minute to find out.
     try:
         bound = bind(args.host, args.port)
@@ -85,12 +102,36 @@ def run(args: argparse.Namespace) -> int:
                 drain_timeout_s=args.drain_timeout,
             )
             models = {decoder.info.name: ServedModel(decoder, opened.tokenizer)}
-            run_server(GatewayState.create(models, settings), bound, access_log=args.access_log)
+            run_server(GatewayState.create(models, settings, controller), bound, access_log=args.access_log)
         finally:
             opened.decoder.close()
     finally:
         bound.close()
     return 0
+
+
+def _controller(args: argparse.Namespace) -> Controller:
+    from gateway.classifier import ArtifactError, PromptClassifier
+    from gateway.cli import CommandError
+    from gateway.controller import Controller, store_opener
+    from policy.problems import PolicyError
+    from policy.runtime import PolicyRuntime
+
+    now = time.time()
+    try:
+        policy = PolicyRuntime.open(Path(args.policy), now) if args.policy else PolicyRuntime.embedded(now)
+    except PolicyError as error:
+        raise CommandError(f"the policy is refused: {error}") from None
+    try:
+        open_store = store_opener(args.redis_url or os.environ.get("MEDUSA_REDIS_URL"))
+    except ValueError as error:
+        raise CommandError(f"--redis-url: {error}") from None
+    try:
+        classifier = PromptClassifier.load()
+    except ArtifactError as error:
+        logging.getLogger("gateway").error("prompts stay unclassified: %s", error)
+        return Controller(policy, open_store=open_store)
+    return Controller(policy, classify=lambda prompt: classifier.classify(prompt).label, open_store=open_store)
 
 
 def _open_engine(args: argparse.Namespace) -> Any:

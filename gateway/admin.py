@@ -1,0 +1,168 @@
+"""What an operator asks a running gateway: the policy in force, what was measured, and why a request was decoded so.
+
+Not covered: who may ask. These routes are served like all others, so whatever authenticates those must cover them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar import Request, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+
+from gateway.completions import CHAT_BODIES, COMPLETION_BODIES, ChatCall, CompletionCall
+from gateway.errors import APIError, InvalidRequest
+from gateway.inference import Call, plan_call
+from gateway.planning import plan_for
+from gateway.request_body import read_json
+from gateway.state import GatewayState, gateway_of
+from gateway.validation import requested_max_tokens, sampling_params, token_budget
+from policy.diff import differences
+from policy.format import parse_policy
+from policy.problems import PolicyError
+
+_EXPLAINED = "explain-"
+
+
+class DecisionNotFound(APIError):
+    status = 404
+    type = "invalid_request_error"
+    code = "decision_not_found"
+
+
+class PolicyText(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /admin/policy/validate``."""
+
+    policy: str
+    file: str = "policy.yaml"
+
+
+def _json(value: Any) -> ASGIResponse:
+    return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
+
+
+@get("/admin/policy")
+async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """The policy in force, and what became of the last edits."""
+    runtime = gateway_of(request).controller.policy
+    status = runtime.status
+    rejection = status.rejection
+    return _json(
+        {
+            "file": status.file,
+            "version": status.version,
+            "loaded_at": status.loaded_at,
+            "accepted": status.accepted,
+            "rejected": status.rejected,
+            "last_rejection": None
+            if rejection is None
+            else {"at": rejection.at, "problems": rejection.problems, "in_force": status.version},
+            "rules": [rule.name for rule in runtime.spec.rules],
+            "classes": sorted(runtime.spec.classes),
+            "text": runtime.content.decode("utf-8"),
+        }
+    )
+
+
+@get("/admin/stats")
+async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Statistics, fallbacks, alerts and events, and the health of what they come from."""
+    controller = gateway_of(request).controller
+    sync = controller.sync
+    return _json(
+        {
+            "health": controller.health(),
+            "policy_version": controller.policy.spec.version,
+            "fallback_count": controller.fallback_count,
+            **controller.statistics.report(controller.clock()),
+            "alerts": [alert.as_dict() for alert in controller.alerts],
+            "events": [event.as_dict() for event in controller.events],
+            "rewritten_epochs": sync.rewritten_epochs if sync else 0,
+            "own_counters": controller.statistics.book.total(),
+        }
+    )
+
+
+@get("/admin/decisions/{request_id:str}")
+async def show_decision(request: Request[Any, Any, Any], request_id: FromPath[str]) -> ASGIResponse:
+    """Why one request was decoded as it was, by the id of its answer or by its ``x-request-id``."""
+    record = gateway_of(request).controller.decisions.find(request_id)
+    if record is None:
+        raise DecisionNotFound(
+            f"No decision on '{request_id[:200]}' is kept here: the last few thousand of this replica are."
+        )
+    return _json(record.as_dict())
+
+
+@post("/admin/policy/validate", status_code=200)
+async def validate_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Check a policy without using it. 200 either way: ``valid`` says how it went."""
+    try:
+        body = msgspec.json.decode(await read_json(request), type=PolicyText)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The body must be {{'policy': TEXT, 'file': NAME}}: {error}") from None
+    try:
+        spec = parse_policy(body.policy.encode("utf-8", "replace"), body.file[:200])
+    except PolicyError as error:
+        problems = [
+            {"line": each.line, "path": each.path, "message": each.message, "text": line}
+            for each, line in zip(error.problems, error.lines(), strict=True)
+        ]
+        return _json({"valid": False, "problems": problems})
+    changes = differences(gateway_of(request).controller.policy.spec, spec)
+    return _json({"valid": True, "version": spec.version, "changes": changes})
+
+
+@post("/v1/decoding/explain", status_code=200)
+async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """What would be done with this request now, and why. Nothing is decoded, admitted or remembered.
+
+    The body is that of a chat completion (``messages``) or of a text completion (``prompt``).
+    """
+    gateway = gateway_of(request)
+    call = _call(await read_json(request), gateway)
+    body, info = call.body, call.served.decoder.info
+    sampling = sampling_params(body, info, gateway.settings, call.logprobs)
+    plan_for(body.decoding, info)
+    prompts = await call.encode(gateway.settings.inline_tokenize_chars)
+    for ids in prompts:
+        token_budget(
+            requested_max_tokens(body), sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field
+        )
+    planned = plan_call(call, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True)
+    facts = {name: getattr(planned.facts, name) for name in type(planned.facts).__slots__ if name != "request_id"}
+    live, now = gateway.controller.statistics.live, gateway.controller.clock()
+    stats = live.find(planned.facts.model, planned.facts.class_name, planned.decision.bucket)
+    return _json(
+        {
+            "facts": facts,
+            "decision": planned.decision.as_dict(),
+            "plan": planned.as_dict(),
+            "statistics": None if stats is None else stats.as_dict(now),
+        }
+    )
+
+
+def _call(raw: bytes, gateway: GatewayState) -> Call:
+    # Which of the two bodies it is must be known before it can be decoded strictly.
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = {}
+    if "prompt" in fields:
+        body = COMPLETION_BODIES.decode(raw)
+        COMPLETION_BODIES.refuse_unsupported(body)
+        return CompletionCall(body, gateway.served(body.model))
+    body = CHAT_BODIES.decode(raw)
+    CHAT_BODIES.refuse_unsupported(body)
+    for index, message in enumerate(body.messages):
+        CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
+    return ChatCall(body, gateway.served(body.model))
+
+
+def admin_routes() -> list[HTTPRouteHandler]:
+    """The handlers of this module, for the app."""
+    return [show_policy, show_stats, show_decision, validate_policy, explain_decoding]

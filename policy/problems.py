@@ -1,0 +1,38 @@
+"""What is wrong with a policy file, told so that it can be mended: file, line, path, and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong. ``line`` counts from 1; ``path`` is such as ``rules[2].when.class``, "" for the whole file."""
+
+    line: int
+    path: str
+    message: str
+
+
+class PolicyError(ValueError):
+    """A policy that can't be used. ``problems`` holds all that was found, in the order of the file."""
+
+    def __init__(self, file: str, problems: Iterable[Problem]) -> None:
+        self.file = file
+        self.problems = tuple(sorted(problems, key=lambda problem: problem.line))
+        super().__init__("\n".join(self.lines()))
+
+    def lines(self) -> list[str]:
+        """One line per problem, as compilers print them, so that editors can jump there."""
+        return [
+            f"{self.file}:{each.line}: {each.path + ': ' if each.path else ''}{each.message}" for each in self.problems
+        ]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: the nearest known one, or all of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    return f"did you mean '{near[0]}'?" if near else f"use one of: {', '.join(names)}"

@@ -1,0 +1,158 @@
+"""From a URL to a redis-py client: standalone, Sentinel, Cluster, Unix socket, with TLS and authentication."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+TIMEOUT_S = 2.0
+"""Of one command. It only ever holds up the statistics, never a request."""
+
+Kind = Literal["standalone", "sentinel", "cluster", "unix"]
+FORMS = (
+    "redis://host:port/db, rediss://... (TLS), unix:///path, redis+sentinel://host:port,host:port/service, "
+    "redis+cluster://host:port,host:port"
+)
+_KINDS: dict[str, tuple[Kind, bool]] = {
+    "redis": ("standalone", False),
+    "rediss": ("standalone", True),
+    "unix": ("unix", False),
+    "redis+sentinel": ("sentinel", False),
+    "rediss+sentinel": ("sentinel", True),
+    "redis+cluster": ("cluster", False),
+    "rediss+cluster": ("cluster", True),
+}
+_OPTIONS = ("db", "namespace", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
+_SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+
+
+@dataclass(frozen=True, slots=True)
+class RedisTarget:
+    """A parsed URL. ``str()`` shows no password, so that it can be logged."""
+
+    kind: Kind
+    tls: bool
+    hosts: tuple[tuple[str, int], ...] = ()
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+    db: int = 0
+    service: str = ""
+    path: str = ""
+    namespace: str = "medusa"
+    options: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+
+    def __str__(self) -> str:
+        if self.kind == "unix":
+            return f"unix://{self.path}"
+        scheme = ("rediss" if self.tls else "redis") + ("" if self.kind == "standalone" else f"+{self.kind}")
+        hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
+        return f"{scheme}://{hosts}/{self.service or self.db}"
+
+
+def parse_redis_url(url: str) -> RedisTarget:
+    """Raises ValueError, without the password in it, for a URL that can't be used."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in _KINDS:
+        raise ValueError(f"a Redis URL has one of these forms: {FORMS}")
+    kind, tls = _KINDS[scheme]
+    # urlsplit knows one host only; several are taken apart by hand.
+    parts = urlsplit(f"//{rest}")
+    options = dict(parse_qsl(parts.query))
+    allowed = (*_OPTIONS, *_SENTINEL_OPTIONS) if kind == "sentinel" else _OPTIONS
+    for name in options:
+        if name not in allowed:
+            raise ValueError(f"a Redis URL of this form takes no '{name}'; it takes {', '.join(allowed)}")
+    namespace = options.pop("namespace", "medusa")
+    if not namespace.replace("-", "").replace("_", "").isalnum():
+        raise ValueError("namespace must be letters, digits, '-' and '_'")
+    if kind == "unix":
+        if not parts.path or parts.netloc:
+            raise ValueError("a Unix socket is named with three slashes: unix:///run/redis.sock")
+        return RedisTarget(kind, tls, path=unquote(parts.path), db=_number(options.pop("db", "0"), "db"),
+                           namespace=namespace, options=tuple(options.items()))  # fmt: skip
+    credentials, _, hosts = parts.netloc.rpartition("@")
+    username, colon, password = credentials.partition(":")
+    path = [unquote(each) for each in parts.path.split("/") if each]
+    service = ""
+    if kind == "sentinel":
+        if not path:
+            raise ValueError("a Sentinel URL names the service: redis+sentinel://host:port,host:port/SERVICE")
+        service = path.pop(0)
+    db = _number(path.pop(0) if path else options.pop("db", "0"), "db")
+    options.pop("db", None)
+    if path:
+        raise ValueError("there is too much after the host: give /db, or for Sentinel /service/db")
+    if kind == "cluster" and db:
+        raise ValueError("a Redis Cluster has no databases but 0")
+    return RedisTarget(
+        kind,
+        tls,
+        hosts=tuple(_host(each, 26379 if kind == "sentinel" else 6379) for each in (hosts or "localhost").split(",")),
+        username=unquote(username) or None,
+        password=unquote(password) if colon else None,
+        db=db,
+        service=service,
+        namespace=namespace,
+        options=tuple(options.items()),
+    )
+
+
+def connect(target: RedisTarget) -> Redis | RedisCluster:
+    """A client; nothing is sent yet.
+
+    No retries below the caller's own loop: a client that keeps asking a dead Sentinel master finds the new one late.
+    """
+    options: dict[str, Any] = dict(target.options)
+    common: dict[str, Any] = {
+        "socket_timeout": TIMEOUT_S,
+        "socket_connect_timeout": TIMEOUT_S,
+        "decode_responses": True,
+    }
+    account: dict[str, Any] = {"username": target.username, "password": target.password}
+    if target.tls:
+        options["ssl"] = True
+        options["ssl_cert_reqs"] = options.get("ssl_cert_reqs", "required")
+        options["ssl_check_hostname"] = options.get("ssl_check_hostname", "true").lower() != "false"
+        options["ssl_min_version"] = ssl.TLSVersion.TLSv1_2
+    sentinel_account = {
+        name.removeprefix("sentinel_"): value for name in _SENTINEL_OPTIONS if (value := options.pop(name, None))
+    }
+    if target.kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in target.hosts]
+        return RedisCluster(startup_nodes=nodes, **common, **account, **options)
+    common["retry"] = Retry(NoBackoff(), 0)
+    if target.kind == "unix":
+        return Redis(unix_socket_path=target.path, db=target.db, **common)
+    if target.kind == "sentinel":
+        sentinel = Sentinel(
+            list(target.hosts),
+            sentinel_kwargs={**common, **sentinel_account, **options},
+            **common,
+            **account,
+            **options,
+        )
+        return sentinel.master_for(target.service, db=target.db)
+    host, port = target.hosts[0]
+    return Redis(host=host, port=port, db=target.db, **common, **account, **options)
+
+
+def _host(text: str, port: int) -> tuple[str, int]:
+    split = urlsplit(f"//{text}")
+    try:
+        return split.hostname or "localhost", split.port or port
+    except ValueError:
+        raise ValueError(f"'{text}' is not host:port") from None
+
+
+def _number(text: str, what: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{what} must be a number, not '{text[:20]}'")
+    return int(text)

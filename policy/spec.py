@@ -1,0 +1,212 @@
+"""A policy as the decision sees it: settings by class and rule, already merged, and the rules that choose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from backends.tree import MAX_DEPTH, CandidateTree
+from backends.types import Acceptance
+
+BUILT_IN_CLASSES = ("code", "chat", "creative", "unclassified")
+"""The labels of the classifier that ships with the gateway, and the one for a prompt that nothing classified."""
+
+FORMAT_VERSION = 1
+Turn = Literal["first", "later"]
+WantedMethod = Literal["auto", "medusa", "vanilla"]
+TreeChoice = Literal["auto", "measured"] | CandidateTree
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A closed interval; an end that is None is open."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def holds(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    low: int
+    high: int
+
+    def clamp(self, value: int) -> int:
+        return max(self.low, min(value, self.high))
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureLimits:
+    """None: the operator says nothing, and the client's temperature is used as it is."""
+
+    default: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FallbackSettings:
+    """When a class of a model stops speculating, and when it may come back.
+
+    It stops when the speedup measured over ``window_s`` is under ``min_speedup``. For at least ``hold_s`` it then
+    decodes vanilla but for the share ``probe`` of its requests, which go on measuring.
+    """
+
+    min_speedup: float = 1.0
+    window_s: float = 5.0
+    hold_s: float = 20.0
+    probe: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that a decision depends on, for one class under one rule.
+
+    ``control``: the share of requests that decode vanilla so that the predicted speedup is checked against truth.
+    """
+
+    method: WantedMethod = "auto"
+    heads: Bounds = Bounds(1, MAX_DEPTH)
+    nodes: Bounds = Bounds(0, 32)
+    depth: int = MAX_DEPTH
+    tree: TreeChoice = "auto"
+    acceptance: Acceptance = "exact"
+    temperature: TemperatureLimits = TemperatureLimits()
+    deadline_s: float | None = None
+    client_override: bool = True
+    control: float = 0.0
+    fallback: FallbackSettings = FallbackSettings()
+
+    @property
+    def max_heads(self) -> int:
+        return min(self.heads.high, self.depth)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """What is known of a request when it is decided on.
+
+    ``temperature`` is the client's, None if it named none. ``load``: sequences in the engine and waiting for it over
+    those it can run at once. ``model_heads``: how many Medusa heads the model has.
+    """
+
+    request_id: str
+    model: str
+    class_name: str = "unclassified"
+    tenant: str = ""
+    turn: Turn = "first"
+    prompt_tokens: int = 0
+    temperature: float | None = None
+    load: float = 0.0
+    model_heads: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Exact names, and patterns with ``*``."""
+
+    exact: frozenset[str]
+    pattern: re.Pattern[str] | None = None
+
+    @classmethod
+    def of(cls, names: tuple[str, ...]) -> Names:
+        patterns = [".*".join(map(re.escape, name.split("*"))) for name in names if "*" in name]
+        exact = frozenset(name for name in names if "*" not in name)
+        return cls(exact, re.compile("|".join(patterns), re.DOTALL) if patterns else None)
+
+    def holds(self, name: str) -> bool:
+        return name in self.exact or (self.pattern is not None and self.pattern.fullmatch(name) is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """All that are given must hold. None: any value does."""
+
+    classes: frozenset[str] | None = None
+    models: Names | None = None
+    tenants: Names | None = None
+    turn: Turn | None = None
+    prompt_tokens: Range | None = None
+    temperature: Range | None = None
+    load: Range | None = None
+
+    def hold(self, facts: RequestFacts) -> bool:
+        if self.classes is not None and facts.class_name not in self.classes:
+            return False
+        if self.models is not None and not self.models.holds(facts.model):
+            return False
+        if self.tenants is not None and not self.tenants.holds(facts.tenant):
+            return False
+        if self.turn is not None and facts.turn != self.turn:
+            return False
+        if self.prompt_tokens is not None and not self.prompt_tokens.holds(facts.prompt_tokens):
+            return False
+        # OpenAI's default, as everywhere in this gateway, for a client that named no temperature.
+        if self.temperature is not None and not self.temperature.holds(
+            1.0 if facts.temperature is None else facts.temperature
+        ):
+            return False
+        return self.load is None or self.load.holds(facts.load)
+
+    @property
+    def always(self) -> bool:
+        return self == Conditions()
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    name: str
+    when: Conditions
+
+
+@dataclass(frozen=True, slots=True)
+class AlertRule:
+    """A condition on a metric that should reach a person. Only the form is checked here; telemetry evaluates it."""
+
+    name: str
+    metric: str
+    below: float | None = None
+    above: float | None = None
+    for_s: float = 0.0
+    severity: str = "warning"
+    classes: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()
+    notify: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A whole policy. ``settings`` holds the merged settings by (class, index of the rule).
+
+    Class None stands for every class without a block of its own, index -1 for no rule.
+    """
+
+    version: str
+    file: str
+    rules: tuple[Rule, ...] = ()
+    alerts: tuple[AlertRule, ...] = ()
+    settings: Mapping[tuple[str | None, int], Settings] = field(default_factory=lambda: {(None, -1): Settings()})
+    classes: frozenset[str] = frozenset()
+
+    def select(self, facts: RequestFacts) -> tuple[int, Settings]:
+        """The first rule that matches (-1: none), and the settings that then apply."""
+        index = -1
+        for position, rule in enumerate(self.rules):
+            if rule.when.hold(facts):
+                index = position
+                break
+        return index, self.settings[facts.class_name if facts.class_name in self.classes else None, index]
+
+    def of_class(self, class_name: str) -> Settings:
+        """The settings of a class that no rule changes. Fallback and control group are always these."""
+        return self.settings[class_name if class_name in self.classes else None, -1]
+
+    def rule_name(self, index: int, class_name: str) -> str:
+        """Where the settings came from, as decisions name it."""
+        if index >= 0:
+            return self.rules[index].name
+        return f"classes.{class_name}" if class_name in self.classes else "default"

@@ -1,0 +1,150 @@
+"""YAML as a tree of nodes that know their lines. Nothing is constructed but plain scalars; no tag runs any code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from policy.problems import PolicyError, Problem
+
+MAX_BYTES = 1024 * 1024
+# Aliases make a small file mean a huge tree, or an endless one; no policy comes near these.
+MAX_VISITS = 20_000
+MAX_DEPTH = 24
+
+_SCALAR_TAGS = frozenset(f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null"))
+_KINDS: dict[type, str] = {
+    str: "text",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    type(None): "nothing",
+}
+
+
+class _Stop(Exception):
+    """Ends reading at once: going on would only repeat itself."""
+
+
+@dataclass(slots=True)
+class Source:
+    """One file that is being read, and the problems found so far."""
+
+    file: str
+    problems: list[Problem] = field(default_factory=list)
+    _visits: int = 0
+    _scalars: yaml.SafeLoader = field(default_factory=lambda: yaml.SafeLoader(""))
+
+    def complain(self, node: yaml.Node, path: str, message: str) -> None:
+        """Note a problem and go on: one run should find them all."""
+        self.problems.append(Problem(node.start_mark.line + 1, path, message))
+
+    def scalar(self, node: yaml.Node, path: str, expected: str) -> Any:
+        """The value of a plain scalar, or None after a complaint. (No field of a policy takes null.)"""
+        if not isinstance(node, yaml.ScalarNode):
+            shape = "a list" if isinstance(node, yaml.SequenceNode) else "a block of fields"
+            self.complain(node, path, f"expected {expected}, not {shape}")
+            return None
+        if node.tag not in _SCALAR_TAGS:
+            tag = node.tag.removeprefix("tag:yaml.org,2002:")
+            hint = "put it in quotes" if tag == "timestamp" else "tags have no use in a policy; remove it"
+            self.complain(node, path, f"expected {expected}, not a value of type '{tag}'; {hint}")
+            return None
+        try:
+            value = self._scalars.construct_object(node)
+        except (yaml.YAMLError, ValueError) as error:
+            self.complain(node, path, f"expected {expected}; YAML can't read {node.value[:40]!r} as it is: {error}")
+            return None
+        if value is None:
+            self.complain(node, path, f"expected {expected}, but there is nothing; fill it in or remove the line")
+        return value
+
+    def wrong_kind(self, node: yaml.Node, path: str, value: Any, expected: str) -> None:
+        shown = f"{value[:40]!r}" if isinstance(value, str) else str(node.value)
+        wants_text = expected.startswith(("one of", "a name"))
+        hint = "; put it in quotes to mean the word" if wants_text and not isinstance(value, str) else ""
+        self.complain(node, path, f"expected {expected}, not {shown} ({_KINDS[type(value)]}){hint}")
+
+    def items(self, node: yaml.Node, path: str, what: str) -> Iterator[tuple[yaml.ScalarNode, str, yaml.Node]]:
+        """(key node, key, value node) of a mapping. Refuses duplicates, merge keys and keys that aren't text."""
+        self._visit(node, path)
+        if not isinstance(node, yaml.MappingNode):
+            self.complain(node, path, f"expected {what}: lines of 'name: value', indented alike")
+            return
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.complain(key_node, path, "a name must be plain text")
+                continue
+            key, line = key_node.value, key_node.start_mark.line + 1
+            if key == "<<":
+                self.complain(key_node, path, "merge keys (<<) are not supported; write the fields out")
+            elif key in seen:
+                self.complain(
+                    key_node, join(path, key), f"is given twice, first in line {seen[key]}; remove one of them"
+                )
+            else:
+                seen[key] = line
+                yield key_node, key, value_node
+
+    def elements(self, node: yaml.Node, path: str, what: str) -> Iterator[tuple[str, yaml.Node]]:
+        """(path, node) of every element of a list."""
+        self._visit(node, path)
+        if not isinstance(node, yaml.SequenceNode):
+            self.complain(node, path, f"expected {what}: a list, each element on a line that starts with '- '")
+            return
+        for index, element in enumerate(node.value):
+            yield f"{path}[{index}]", element
+
+    def _visit(self, node: yaml.Node, path: str) -> None:
+        self._visits += 1
+        if self._visits > MAX_VISITS or path.count(".") + path.count("[") > MAX_DEPTH:
+            self.complain(node, path, "the aliases of this file unfold without end; write the values out")
+            raise _Stop
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def compose(content: bytes, file: str) -> yaml.Node:
+    """The root node of a policy file. Raises :class:`PolicyError`."""
+
+    def refuse(line: int, message: str) -> PolicyError:
+        return PolicyError(file, [Problem(line, "", message)])
+
+    if len(content) > MAX_BYTES:
+        raise refuse(1, f"the file has {len(content)} bytes; a policy may have {MAX_BYTES}")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise refuse(line, f"is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    try:
+        documents = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        what = error.problem or error.context or "broken syntax"
+        if "character '\\t'" in what:
+            what += "; indent with spaces"
+        raise refuse(mark.line + 1 if mark else 1, f"is not YAML: {what}") from None
+    except yaml.reader.ReaderError as error:
+        line = text[: int(error.position)].count("\n") + 1
+        raise refuse(line, "has a control character that YAML does not allow; remove it") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise refuse(1, f"is not YAML that a policy could need: {type(error).__name__}") from None
+    documents = [each for each in documents if each is not None]
+    if not documents:
+        raise refuse(1, "is empty; the shortest policy is 'version: 1'")
+    if len(documents) > 1:
+        line = documents[1].start_mark.line + 1
+        raise refuse(line, "has a second document after '---'; a policy is one document")
+    return documents[0]
+
+
+def reading_stops() -> type[Exception]:
+    """The exception by which :class:`Source` ends a hopeless reading; its problem is already noted."""
+    return _Stop
