@@ -94,6 +94,9 @@ def run_bench(options: BenchOptions, progress: Callable[[str], object] = lambda 
     """``{machine, cells: [...]}``. Raises OSError or ValueError for a model or heads that can't be loaded."""
     parts = load_parts(options.engine)
     loaded = build_core(parts, options.engine)
+    threads = torch.get_num_threads()
+    if loaded.core.runner.kind == "native":
+        torch.set_num_threads(1)
     cells = [
         Cell(name, temperature, concurrency)
         for concurrency in options.concurrencies
@@ -106,7 +109,7 @@ def run_bench(options: BenchOptions, progress: Callable[[str], object] = lambda 
         "vanilla": lambda cell, ids, seed: decode(
             loaded, ids, cell, options.max_tokens, seed, DecodingPlan(method="vanilla", num_heads=0)
         ),
-        "generate": lambda cell, ids, seed: generate(parts.model, loaded, ids, cell, options.max_tokens, seed),
+        "generate": lambda cell, ids, seed: generate(parts.model, loaded, ids, cell, options.max_tokens, seed, threads),
     }
     warm_up = Cell(options.classes[0], 0.0, 1)
     for contestant in contestants.values():
@@ -157,11 +160,21 @@ def decode(
 
 
 def generate(
-    model: Any, loaded: LoadedCore, prompts: Sequence[tuple[int, ...]], cell: Cell, max_tokens: int, seed: int
+    model: Any,
+    loaded: LoadedCore,
+    prompts: Sequence[tuple[int, ...]],
+    cell: Cell,
+    max_tokens: int,
+    seed: int,
+    threads: int,
 ) -> Run:
-    """``transformers`` generate with static batches of ``cell.concurrency`` prompts, padded on the left."""
+    """``transformers`` generate with static batches of ``cell.concurrency`` prompts, padded on the left.
+
+    torch gets all its ``threads`` for it; the engine's own kernels don't use them, and are measured as they are served.
+    """
     eos = sorted(loaded.core.config.eos_token_ids)
     answers: list[list[int]] = []
+    torch.set_num_threads(threads)
     torch.manual_seed(seed)
     began = time.perf_counter()
     for start in range(0, len(prompts), cell.concurrency):
@@ -182,7 +195,10 @@ def generate(
         for row in out[:, width:].tolist():
             end = next((i + 1 for i, token in enumerate(row) if token in eos), len(row))
             answers.append(row[:end])
-    return Run(sum(map(len, answers)), time.perf_counter() - began, answers)
+    seconds = time.perf_counter() - began
+    if loaded.core.runner.kind == "native":
+        torch.set_num_threads(1)
+    return Run(sum(map(len, answers)), seconds, answers)
 
 
 def machine(loaded: LoadedCore) -> dict[str, Any]:

@@ -44,11 +44,17 @@ def complete(client: OpenAI, method: str, **arguments: Any) -> Any:
     return client.chat.completions.create(**settings, extra_body={"decoding": {"method": method}})
 
 
-def test_a_streamed_answer_is_decoded_with_medusa_by_default(client: OpenAI) -> None:
+def stream_by_default(client: OpenAI) -> list[Any]:
     stream = client.chat.completions.create(
         model=MODEL, messages=CODE, max_tokens=48, temperature=0, stream=True, stream_options={"include_usage": True}
     )
-    chunks: list[Any] = list(stream)
+    return list(stream)
+
+
+def test_a_streamed_answer_is_decoded_with_medusa_by_default(client: OpenAI) -> None:
+    # One request in a hundred belongs to the control group, chosen by its id; three in a row do not.
+    answers = (stream_by_default(client) for _ in range(3))
+    chunks = next(chunks for chunks in answers if "control" not in str(chunks[-2:]))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert "def " in text
     assert chunks[-1].usage.completion_tokens == 48
