@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 DEMO_HEADS = Path(__file__).parent / "assets" / "smollm2-135m-instruct-heads"
 
 # Sizes at which the cost table is measured; enough to see where a step stops being bound by memory.
-_COST_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 _COST_SEQUENCES = (1, 4, 16, 32)
 _COST_CONTEXT = 256
 _KV_BYTES = 2 << 30

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Weights of the memory: about the last ten steps count.
-_DECAY = 0.9
-_PRIOR_TOKENS = 2.0
+# About the last twenty-five steps count: one step accepts anything from nothing to all, so a shorter memory pauses on
+# bad luck. For the same reason a loss must be clear.
+_DECAY = 0.96
+_CLEAR_LOSS = 0.93
+_PRIOR_TOKENS = 4.0
 _STEPS_BEFORE_JUDGING = 6
 _FIRST_PAUSE = 8
 _LONGEST_PAUSE = 128
@@ -17,7 +19,7 @@ class Speculation:
     """The record of one sequence's drafts.
 
     ``trust`` corrects the heads' probabilities by what this text has shown. When the estimated speedup of recent steps
-    falls below 1 the sequence decodes vanilla for a pause, which doubles every time a new try fails as well.
+    falls clearly below 1 the sequence decodes vanilla for a pause, which doubles every time a new try fails as well.
     """
 
     enabled: bool
@@ -58,7 +60,7 @@ class Speculation:
         self._judged += 1
         if self._judged < _STEPS_BEFORE_JUDGING:
             return
-        if self._gain < self._cost:
+        if self._gain < self._cost * _CLEAR_LOSS:
             self._pause_left, self._judged = self._next_pause, 0
             self._next_pause = min(self._next_pause * 2, _LONGEST_PAUSE)
             self._gain = self._cost = 0.0

@@ -53,14 +53,14 @@ def test_trust_is_positive_and_moves_towards_the_record(record: list[tuple[float
     for expected, accepted in record:
         speculation.observe(expected=expected, accepted=accepted, vanilla_ms=1.0, step_ms=1.0)
         assert 0 < speculation.trust < 30
-    for _ in range(60):
+    for _ in range(150):
         speculation.observe(expected=1.0, accepted=2, vanilla_ms=1.0, step_ms=1.0)
     assert 1.6 < speculation.trust < 2.0
 
 
 def test_trust_falls_when_drafts_disappoint() -> None:
     record = Speculation(enabled=True)
-    for _ in range(30):
+    for _ in range(100):
         record.observe(expected=2.0, accepted=1, vanilla_ms=10.0, step_ms=1.0)
     assert record.trust == pytest.approx(0.5, abs=0.06)
 

@@ -56,11 +56,16 @@ class Sentence(NamedTuple):
     asks: bool
 
 
-_CODE_TOKENS = (
-    *("()", "==", "!=", "=>", "->", "::", "&&", "||", "</", "{", "}", ";", "[", "`", "_", " -", "--", "/*", "$"),
-    *(".py", ".js", ".ts", ".sh", ".sql", ".csv", ".json", ".txt", ".log", ".cpp", ".java", ".html", ".yml", ".md"),
+_CODE_MARKS = ("{", "}", ";", "[", "`", "_", "$")
+# Counting two characters costs more than asking for one, so each pair is counted only where its rarer half occurs.
+_CODE_PAIRS = (
+    *(("(", ("()",)), ("=", ("==", "!=", "=>")), ("-", ("->", " -", "--")), (":", ("::",)), ("&", ("&&",))),
+    *(("|", ("||",)), ("/", ("</", "/*"))),
 )
-_CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2}")
+_FILE_TYPE = re.compile(r"\.(?:py|js(?:on)?|ts|sh|sql|csv|txt|log|cpp|java|html|yml|md)")
+# These two start with what is rare in prose, so that the regex engine skips the rest.
+_CAMEL = re.compile(r"[A-Z](?<=[A-Za-z][A-Z])")
+_MATH_SIGN = re.compile(r"[-+*/^=×÷%²]")
 _MATH = re.compile(r"\d\s?[-+*/^=×÷]\s?\d|\d\s?%|[=+]\s?[xy]\b|[xy]\s?[=+^²]")
 _QUESTION = ("?", "？", "؟", "か。", "吗。")
 _REQUEST_MARKS = frozenset({"please", "can", "want", "how", "wh"})
@@ -171,7 +176,8 @@ def _opening_blocks(best: Sentence, has_code: bool, language: str, blocks: list[
 
 
 def _structure(request: RequestText, raw: str, words: int, best: Sentence) -> list[str]:
-    marks = sum(map(raw[:300].count, _CODE_TOKENS))
+    marks = _code_marks(raw[:300])
+    start = raw[:200]
     code = bool(request.code)
     keys = [
         f"words:{min(words, 64).bit_length()}",
@@ -189,14 +195,26 @@ def _structure(request: RequestText, raw: str, words: int, best: Sentence) -> li
         "question": question,
         "asks": best.asks,
         "no concepts": not best.concepts,
-        "math": _MATH.search(raw[:200]) is not None,
-        "capitals": _CAMEL.search(raw[:200]) is not None,
+        "math": _MATH_SIGN.search(start) is not None and _MATH.search(start) is not None,
+        "capitals": _CAMEL.search(start) is not None,
         "marks without code": marks > 0 and not code,
         "answered in code": request.answered_in_code,
         "quotes": '"' in raw or "“" in raw or "「" in raw or "«" in raw,
         "empty": not words and not code,
     }
     return keys + [name for name, present in flags.items() if present]
+
+
+def _code_marks(text: str) -> int:
+    """How many signs of code `text` holds; overlapping ones count each, and ".json" is ".js" too."""
+    marks = sum(map(text.count, _CODE_MARKS))
+    for rarer, pairs in _CODE_PAIRS:
+        if rarer in text:
+            marks += sum(map(text.count, pairs))
+    if "." in text:
+        types = _FILE_TYPE.findall(text)
+        marks += len(types) + types.count(".json")
+    return marks
 
 
 def _context_blocks(request: RequestText, best: Sentence, lexicon: Lexicon, blocks: list[Block]) -> None:

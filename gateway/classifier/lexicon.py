@@ -28,6 +28,7 @@ _ACCENTS = str.maketrans("áàâäãåéèêëíìîïóòôöõúùûüçñý",
 _KANA = re.compile("[\u3040-\u30ff]")
 _HANGUL = re.compile("[\uac00-\ud7af\u1100-\u11ff]")
 _THAI = re.compile("[\u0e00-\u0e7f]")
+_UNSPACED_CHARS = re.compile("[\u0e00-\u0e7f\u1100-\u11ff\u3040-\u30ff\u3400-\U0010ffff]")
 # One-letter clitics ("and", "the", "in", "to") that Arabic and Hebrew write glued to the next word.
 CLITICS = frozenset("\u0648\u0641\u0628\u0644\u0643\u0627" + "\u05d5\u05d4\u05e9\u05d1\u05dc\u05db\u05de")
 CLITIC_RANGE = ("\u0590", "\u06ff")
@@ -132,18 +133,18 @@ class Lexicon:
         phrases, runs = self._phrases, self._runs.get(language)
         seconds: dict[str, Entry] | None = None  # what may follow the last word to make a phrase
         last_hit = False
+        meaning, follow = meanings.get, phrases.get
         for word in words:
             if runs is not None and word[0] >= UNSPACED_FROM:
                 self._scan(word, language, runs, found)
                 seconds, last_hit = None, False
                 continue
-            concept = _resolve(seconds[word], language) if seconds is not None and word in seconds else ""
-            if concept:
+            concept = meaning(word)
+            if seconds is not None and word in seconds and (phrase := _resolve(seconds[word], language)):
+                concept = phrase
                 if last_hit:
                     found.pop()
-            else:
-                concept = meanings.get(word, "")
-            seconds = phrases.get(word)
+            seconds = follow(word)
             last_hit = bool(concept) and concept != FUNCTION_WORD
             if last_hit:
                 found.append(concept)
@@ -197,6 +198,8 @@ def _resolve(entry: Entry, language: str) -> str:
 
 
 def _unspaced_language(text: str, words: Iterable[str]) -> str:
+    if not _UNSPACED_CHARS.search(text):
+        return ""
     if _KANA.search(text):
         return "ja"
     if _HANGUL.search(text):

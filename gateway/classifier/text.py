@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 WINDOW_CHARS = 360
 """Characters read from the head, and as many from the tail."""
@@ -21,8 +20,9 @@ CONTEXT_CHARS = 200
 EARLIER_TURNS = 2
 FENCE = "```"
 
-# Starts with a character class, which the regex engine skips to; a look-behind would be tried at every position.
-_SENTENCE_END = re.compile(r"[.!?]\s+|[。！？؟।]")
+# Starts with one character class, which the regex engine skips to; an alternation would be tried at every position.
+_SENTENCE_END = re.compile(r"[.!?。！？؟।](?:(?<=[。！？؟।])|\s+)")
+_DENSE_START = re.compile(f"[{DENSE_FROM}-\U0010ffff]")
 # A line that only source code, a shell session or a stack trace starts with.
 _CODE_LINE = re.compile(
     r"\s*(?:(?:async )?def \w+\(|class \w+[(:{]|import [\w.{]+|from [\w.]+ import |#include|using namespace "
@@ -33,8 +33,7 @@ _CODE_LINE = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestText:
+class RequestText(NamedTuple):
     """The bounded view of a request that features are taken from."""
 
     sentences: tuple[str, ...]
@@ -81,9 +80,12 @@ def read_request(messages: Sequence[Mapping[str, Any]] | str) -> RequestText:
             else:
                 _split_sentences(line, sentences)
                 code_last = False
-    context = [_content(m)[:CONTEXT_CHARS] for m in earlier if m.get("role") in ("system", "developer")][:1]
-    context += [_content(m)[-CONTEXT_CHARS:] for m in earlier if m.get("role") == "user"][-EARLIER_TURNS:]
-    answers = [_content(m) for m in earlier if m.get("role") == "assistant"][-1:]
+    context: list[str] = []
+    answers: list[str] = []
+    if earlier:
+        context += [_content(m)[:CONTEXT_CHARS] for m in earlier if m.get("role") in ("system", "developer")][:1]
+        context += [_content(m)[-CONTEXT_CHARS:] for m in earlier if m.get("role") == "user"][-EARLIER_TURNS:]
+        answers += [_content(m) for m in earlier if m.get("role") == "assistant"][-1:]
     return RequestText(
         sentences=tuple(sentences),
         code="\n".join(code),
@@ -124,7 +126,9 @@ def _split_sentences(line: str, out: list[str]) -> None:
 
 def _windows(text: str) -> tuple[str, str]:
     """Head and tail of a text, without the word or line that a window cuts in two; short text is all head."""
-    size = DENSE_WINDOW_CHARS if max(text[:100], default="") >= DENSE_FROM else WINDOW_CHARS
+    if len(text) <= 2 * DENSE_WINDOW_CHARS:
+        return text, ""
+    size = DENSE_WINDOW_CHARS if _DENSE_START.search(text, 0, 100) else WINDOW_CHARS
     if len(text) <= 2 * size:
         return text, ""
     head, tail = text[:size], text[-size:]
