@@ -8,7 +8,9 @@ and languages whose file is missing under assets/lexicon.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 LEXICON_DIR = Path(__file__).parent / "assets" / "lexicon"
@@ -22,18 +24,22 @@ HEAD_FINAL = frozenset({"ja", "ko", "hi", "tr"})
 UNSPACED = frozenset({"zh", "ja", "ko", "th"})
 """Languages matched inside words: without spaces (zh, ja, th) or with particles glued on (ko)."""
 
-STEM_KEY = 3
+STEM_KEY = 4
+SHORTEST_STEM = 3
 UNSPACED_FROM = "\u0e00"
 _ACCENTS = str.maketrans("áàâäãåéèêëíìîïóòôöõúùûüçñý", "aaaaaaeeeeiiiiooooouuuucny")
 _KANA = re.compile("[\u3040-\u30ff]")
 _HANGUL = re.compile("[\uac00-\ud7af\u1100-\u11ff]")
 _THAI = re.compile("[\u0e00-\u0e7f]")
-_UNSPACED_CHARS = re.compile("[\u0e00-\u0e7f\u1100-\u11ff\u3040-\u30ff\u3400-\U0010ffff]")
+_UNSPACED_CHARS = re.compile("[\u0e00-\u0e7f\u1100-\u11ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")
 # One-letter clitics ("and", "the", "in", "to") that Arabic and Hebrew write glued to the next word.
 CLITICS = frozenset("\u0648\u0641\u0628\u0644\u0643\u0627" + "\u05d5\u05d4\u05e9\u05d1\u05dc\u05db\u05de")
 CLITIC_RANGE = ("\u0590", "\u06ff")
 
 Entry = tuple[tuple[str, str], ...]  # (language, concept), ...
+Meaning = tuple[str, Mapping[str, Entry] | None]
+"""The concept of a word ("" if only a part of phrases, or a function word), and what may follow it to make a phrase."""
+_NOTHING: Meaning = ("", None)
 
 
 def parse_lexicon(language: str, text: str) -> list[tuple[str, str, str]]:
@@ -78,14 +84,18 @@ class Lexicon:
             plain = form.translate(_ACCENTS)  # people leave accents out, but "que" isn't "qué" where it's a word itself
             if plain != form and language not in UNSPACED and not form.endswith("*") and len(tokens(form)) == 1:
                 self._add_exact(language, plain, concept)
-        for stems in self._stems.values():
+        for key, stems in self._stems.items():
+            if len(key) == STEM_KEY:
+                stems += self._stems.get(key[:SHORTEST_STEM], ())
             stems.sort(key=lambda stem: -len(stem[0]))
+        self._languages = {word: tuple(known for known, _ in entry) for word, entry in self._exact.items()}
         self._lengths = {language: _lengths_by_first(forms) for language, forms in self._runs.items()}
         self._english = frozenset(form for language, form, concept in self.rows if (language, concept) == ("en", "fn"))
         # Most prompts are English: everything about a word in one look-up.
-        self._english_concepts = _misspellings(english) | {
-            word: concept for word, entry in self._exact.items() if (concept := _resolve(entry, "en"))
-        }
+        starts = dict.fromkeys(self._phrases, "")
+        self._english_meanings = self._meanings(starts | _misspellings(english) | self._concepts_in("en"))
+        # In text of an unspaced language, words of all others mean the same, since none of them is in its own language.
+        self._foreign_meanings = self._meanings(starts | self._concepts_in("zh"))
 
     def _add_exact(self, language: str, form: str, concept: str) -> None:
         entry = self._exact.get(form, ())
@@ -96,62 +106,87 @@ class Lexicon:
         for variant in {stem, stem.translate(_ACCENTS)}:
             self._stems.setdefault(variant[:STEM_KEY], []).append((variant, language, concept))
 
-    def resolve(self, text: str, words: Sequence[str]) -> tuple[str, Mapping[str, str]]:
-        """The language of `words` ("en" if none speaks up), by script, then by votes, and what the words mean in it."""
-        distinct = set(words)
-        language = "" if text.isascii() else _unspaced_language(text, distinct)
-        english = len(distinct & self._english)
-        if not language and english * 5 >= len(distinct):
-            return "en", self._english_concepts
-        exact = self._exact
-        entries = {word: entry for word in distinct if (entry := exact.get(word))}
-        # A stem of another language matches by chance too often ("completo", "complete"): it speaks for its own only.
-        stems = {
-            word: entry
-            for word in distinct
-            if word not in entries and word[0] < UNSPACED_FROM and (entry := self._stem(word) or self._bare(word))
+    def _concepts_in(self, language: str) -> dict[str, str]:
+        resolved = {word: _resolve(entry, language) for word, entry in self._exact.items()}
+        return {word: concept for word, concept in resolved.items() if concept}
+
+    def _meanings(self, concepts: Mapping[str, str]) -> dict[str, Meaning]:
+        phrases = self._phrases
+        return {
+            word: ("" if concept == FUNCTION_WORD else concept, phrases.get(word))
+            for word, concept in concepts.items()
+            if concept or word in phrases
         }
-        if not language:
-            votes: dict[str, int] = {"en": english}
-            for entry in (*entries.values(), *stems.values()):
-                for known in {known for known, _ in entry}:
-                    votes[known] = votes.get(known, 0) + 1
-            votes.pop("universal", None)
-            language = max(votes, key=lambda known: (votes[known], known == "en"))
-            if language == "en":
-                return "en", self._english_concepts
-        meanings = {word: _resolve(entry, language) for word, entry in entries.items()}
-        for word, entry in stems.items():
+
+    def resolve(self, text: str, words: Sequence[str]) -> tuple[str, Mapping[str, Meaning]]:
+        """The language of `words` ("en" if none speaks up), by script, then by votes, and what the words mean in it."""
+        if not text.isascii() and (language := _unspaced_language(text, words)):
+            return language, self._foreign_meanings
+        distinct = set(words)
+        english = len(distinct & self._english)
+        if english * 5 >= len(distinct):
+            return "en", self._english_meanings
+        # In reading order: a tie between languages goes to the one that spoke first, in every process.
+        return self._by_votes(dict.fromkeys(words), english)
+
+    def _by_votes(self, distinct: Iterable[str], english: int) -> tuple[str, Mapping[str, Meaning]]:
+        exact, stems = self._exact, self._stems
+        votes = Counter({"en": english})
+        votes.update(chain.from_iterable(filter(None, map(self._languages.get, distinct))))
+        # A stem of another language matches by chance too often ("completo", "complete"): it speaks for its own only.
+        unknown = [
+            word
+            for word in distinct
+            if word not in exact
+            and (word[:STEM_KEY] in stems or word[:SHORTEST_STEM] in stems or CLITIC_RANGE[0] <= word[0] <= CLITIC_RANGE[1])
+        ]
+        rival = max((count for known, count in votes.items() if known not in ("en", "universal")), default=0)
+        if votes["en"] - rival >= len(unknown):  # English whatever these say
+            return "en", self._english_meanings
+        stemmed = [(word, entry) for word in unknown if (entry := self._stem(word) or self._bare(word))]
+        votes.update(known for _, entry in stemmed for known, _ in entry)
+        votes.pop("universal", None)
+        language = max(votes, key=lambda known: (votes[known], known == "en"))
+        if language == "en":
+            return "en", self._english_meanings
+        concepts = {word: _resolve(exact.get(word, ()), language) for word in distinct}
+        for word, entry in stemmed:
             for known, concept in entry:
                 if known == language:
-                    meanings[word] = concept
-        return language, meanings
+                    concepts[word] = concept
+        return language, self._meanings(concepts)
 
-    def concepts(self, words: Sequence[str], language: str, meanings: Mapping[str, str]) -> list[str]:
+    def concepts(self, words: Sequence[str], language: str, meanings: Mapping[str, Meaning]) -> list[str]:
         """The concepts of `words` in reading order, by what `resolve` said of them."""
         found: list[str] = []
-        phrases, runs = self._phrases, self._runs.get(language)
-        seconds: dict[str, Entry] | None = None  # what may follow the last word to make a phrase
+        meaning_of, runs = meanings.get, self._runs.get(language)
+        seconds: Mapping[str, Entry] | None = None  # what may follow the last word to make a phrase
         last_hit = False
-        meaning, follow = meanings.get, phrases.get
         for word in words:
             if runs is not None and word[0] >= UNSPACED_FROM:
                 self._scan(word, language, runs, found)
                 seconds, last_hit = None, False
                 continue
-            concept = meaning(word)
-            if seconds is not None and word in seconds and (phrase := _resolve(seconds[word], language)):
-                concept = phrase
-                if last_hit:
-                    found.pop()
-            seconds = follow(word)
-            last_hit = bool(concept) and concept != FUNCTION_WORD
+            meaning = meaning_of(word)
+            if seconds is None:
+                if meaning is None:
+                    last_hit = False
+                    continue
+                concept, seconds = meaning
+            else:
+                phrase = _resolve(seconds[word], language) if word in seconds else ""
+                concept, seconds = meaning or _NOTHING
+                if phrase:
+                    concept = phrase if phrase != FUNCTION_WORD else ""
+                    if last_hit:
+                        found.pop()
+            last_hit = concept != ""
             if last_hit:
                 found.append(concept)
         return found
 
     def _stem(self, word: str) -> Entry:
-        stems = self._stems.get(word[:STEM_KEY])
+        stems = self._stems.get(word[:STEM_KEY]) or self._stems.get(word[:SHORTEST_STEM])
         if stems is None:
             return ()
         hits: dict[str, str] = {}
