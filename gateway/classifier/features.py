@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -83,13 +83,14 @@ def blocks_of(request: RequestText, lexicon: Lexicon) -> list[Block]:
         parts = parts[:MAX_SENTENCES] + parts[-MAX_SENTENCES:]
     raw = "\n".join(parts)
     split = [tokens(part.lower())[:MAX_WORDS] for part in parts]
-    every_word = [word for words in split for word in words]
+    every_word = list(chain.from_iterable(split))
     language, meanings = lexicon.resolve(raw, every_word)
     sentences = _sentences(parts, split, lambda words: lexicon.concepts(words, language, meanings), language)
-    ranked = sorted(range(len(sentences)), key=lambda i: (-sentences[i].score, i))
+    scores = [sentence.score for sentence in sentences]
+    ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)  # stable: of equals, the earlier first
     blocks: list[Block] = []
     other = 0.4 if request.length < 400 else 0.15
-    asking = ranked[:2] if len(ranked) > 1 and sentences[ranked[1]].score > 1.5 else ranked[:1]
+    asking = ranked[:2] if len(ranked) > 1 and scores[ranked[1]] > 1.5 else ranked[:1]
     for rank, index in enumerate(asking):
         _sentence_blocks(sentences[index], 1.0 if rank == 0 else 0.7, language, blocks)
     rest = [sentences[index] for index in ranked[len(asking) :]]
@@ -108,13 +109,15 @@ def _sentences(
     last = len(parts) - 1
     for index, (part, words) in enumerate(zip(parts, split, strict=True)):
         found = concepts(words)
-        if language in HEAD_FINAL:
-            found.reverse()
-        elif language == "zh":
-            found = _noun_first(found)
-        asks = not ASKING.isdisjoint(found)
-        score = 2.0 * (not ASKING.isdisjoint(found[:2])) + asks
-        score += 1.0 * (not _REQUEST_MARKS.isdisjoint(found[:3])) + 0.5 * (not FORMS.isdisjoint(found))
+        asks, score = False, 0.0
+        if found:
+            if language in HEAD_FINAL:
+                found.reverse()
+            elif language == "zh":
+                found = _noun_first(found)
+            asks = not ASKING.isdisjoint(found)
+            score = 2.0 * (not ASKING.isdisjoint(found[:2])) + asks
+            score += 1.0 * (not _REQUEST_MARKS.isdisjoint(found[:3])) + 0.5 * (not FORMS.isdisjoint(found))
         score += 1.5 * part.rstrip().endswith(_QUESTION) + 0.4 * (index == 0) + 0.6 * (index == last)
         sentences.append(Sentence(words, found, score, asks))
     return sentences

@@ -138,7 +138,11 @@ class Lexicon:
             word
             for word in distinct
             if word not in exact
-            and (word[:STEM_KEY] in stems or word[:SHORTEST_STEM] in stems or CLITIC_RANGE[0] <= word[0] <= CLITIC_RANGE[1])
+            and (
+                word[:STEM_KEY] in stems
+                or word[:SHORTEST_STEM] in stems
+                or CLITIC_RANGE[0] <= word[0] <= CLITIC_RANGE[1]
+            )
         ]
         rival = max((count for known, count in votes.items() if known not in ("en", "universal")), default=0)
         if votes["en"] - rival >= len(unknown):  # English whatever these say
@@ -268,11 +272,16 @@ def _misspellings(concepts: dict[str, str]) -> dict[str, str]:
 
 
 # Latin to Indic letters with their combining marks, then scripts without spaces; a mixed "Python関数" gives two tokens.
-_TOKEN = re.compile(
-    r"[0-9a-z_\u00aa-\u024f\u0300-\u0dff\u1e00-\u1fff]+(?:\+\+|#)?|[\u0e00-\u0e7f\u1100-\u11ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
-)
+_SPACED = r"[0-9a-z_\u00aa-\u024f\u0300-\u0dff\u1e00-\u1fff]+"
+_UNSPACED = r"[\u0e00-\u0e7f\u1100-\u11ff\u3005-\u30ff\u3400-\u9fff\uac00-\ud7af]+"
+_TOKEN = re.compile(rf"{_SPACED}(?:\+\+|#)?|{_UNSPACED}")
+# The same where "c++" and "c#" can't occur; looking for them after every word takes as long as all the rest.
+_PLAIN_TOKEN = re.compile(f"{_SPACED}|{_UNSPACED}")
+_PLAIN_ASCII_TOKEN = re.compile("[0-9a-z_]+")
 
 
 def tokens(text: str) -> list[str]:
     """The words of lower-case `text`, in order; runs of unspaced scripts come as one word."""
-    return _TOKEN.findall(text)
+    if "#" in text or "++" in text:
+        return _TOKEN.findall(text)
+    return (_PLAIN_ASCII_TOKEN if text.isascii() else _PLAIN_TOKEN).findall(text)

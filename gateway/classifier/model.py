@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +116,18 @@ class PromptClassifier:
 
     def _logits(self, blocks: Iterable[Block]) -> np.ndarray:
         rows: list[int] = []
-        values: list[float] = []
+        weights: list[float] = []
+        ends: list[int] = [0]
         for family, weight, keys in blocks:
             index = self._index.get(family)
-            if index is None:
-                continue
-            known = [row for row in map(index.get, keys) if row]
-            rows += known
-            values += [weight] * len(known)
+            if index is not None:
+                rows.extend(filter(None, map(index.get, keys)))  # row 0 stands for unknown keys
+                weights.append(weight)
+                ends.append(len(rows))
         if not rows:
             return self._bias
-        return np.array(values, np.float32) @ self._weights[rows] + self._bias
+        counts = [end - start for start, end in pairwise(ends)]
+        return np.array(weights, np.float32).repeat(counts) @ self._weights[rows] + self._bias
 
     def top_features(self, messages: Sequence[Mapping[str, Any]] | str, label: str, limit: int) -> list[FeatureScore]:
         """The `limit` features that spoke most for `label`."""
