@@ -12,9 +12,11 @@ import pytest
 from gateway.classifier import PromptClassifier
 from gateway.classifier.dataset import DataError, Example, read_examples, read_prompts, shipped_sets
 from gateway.classifier.evaluation import evaluate
+from gateway.classifier.features import _code_marks
 from gateway.classifier.generator import LABELS, PromptGenerator
 from gateway.classifier.lexicon import Lexicon, read_lexicon, tokens
 from gateway.classifier.model import ModelArrays
+from gateway.classifier.text import read_request
 from gateway.classifier.training import calibrate, folds_by_source, plain_text, softmax, train, with_generated
 
 
@@ -207,3 +209,59 @@ def test_lexicon_maps_languages_to_shared_concepts(text: str, language: str, con
     words = tokens(text)
     assert lexicon.resolve(text, words)[0] == language
     assert lexicon.concepts(words, *lexicon.resolve(text, words)) == concepts
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("c++ and c# and f", ["c++", "and", "c#", "and", "f"]),
+        ("a+b, 1 + 2", ["a", "b", "1", "2"]),
+        ("python関数 naïve snake_case", ["python", "関数", "naïve", "snake_case"]),
+        ("関数 in c#", ["関数", "in", "c#"]),
+    ],
+)
+def test_tokens(text: str, words: list[str]) -> None:
+    assert tokens(text) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "language"), [("escreve conto hoy", "pt"), ("hoy conto escreve", "pt"), ("quux zzyzx", "en")]
+)
+def test_language_follows_most_words(text: str, language: str) -> None:
+    assert Lexicon(read_lexicon()).resolve(text, tokens(text))[0] == language
+
+
+def test_a_tie_between_languages_goes_to_the_first_in_reading_order() -> None:
+    lexicon = Lexicon([("fr", "arbre", "tree"), ("de", "schiff", "ship"), ("de", "segel*", "sail")])
+    for words in (["arbre", "schiff"], ["schiff", "arbre"]):
+        assert lexicon.resolve(" ".join(words), words)[0] == {"arbre": "fr", "schiff": "de"}[words[0]]
+    # A stem votes like a word and means something in its own language only.
+    language, meanings = lexicon.resolve("arbre schiff segelboot", ["arbre", "schiff", "segelboot"])
+    assert language == "de"
+    assert lexicon.concepts(["schiff", "segelboot"], language, meanings) == ["ship", "sail"]
+
+
+def test_stems_of_three_letters_match_longer_words_beside_longer_stems() -> None:
+    lexicon = Lexicon([("de", "bau*", "build"), ("de", "baum*", "tree")])
+    words = ["bau", "baut", "bauen", "baumhaus"]
+    assert lexicon.concepts(words, *lexicon.resolve(" ".join(words), words)) == ["build", "build", "build", "tree"]
+
+
+@pytest.mark.parametrize(
+    ("text", "marks"),
+    [("plain prose. really", 0), ("a.json", 2), ("x.js, y.py", 2), ("if (a == b) { f(); }", 5), ("a --b", 2)],
+)
+def test_code_marks(text: str, marks: int) -> None:
+    assert _code_marks(text) == marks
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two! v1.2 ok?", ("One. ", "Two! ", "v1.2 ok?")),
+        ("写诗。 好的。再见", ("写诗。", " 好的。", "再见")),
+        ("wait...   what", ("wait...   ", "what")),
+    ],
+)
+def test_sentences_end_at_marks(text: str, sentences: tuple[str, ...]) -> None:
+    assert read_request(text).sentences == sentences
