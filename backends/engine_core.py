@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backends.batch import BatchBuilder
+from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.cost import StepCost
 from backends.counters import CounterBook
 from backends.drafting import Draft, DraftRequest, plan_drafts
@@ -88,7 +88,7 @@ class EngineCore:
         self.counters = CounterBook()
         self.gate = gate or DraftGate(cost)
         self._pool = PagePool(runner.num_pages)
-        self._scratch_base = runner.num_pages * 16
+        self._scratch_base = runner.num_pages * PAGE_SIZE
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
@@ -352,9 +352,9 @@ class EngineCore:
             first = sequence.computed + item.decoding
             sequence.computed = len(sequence.tokens) - 1
             for offset, row in enumerate(result.rows[1 : sequence.computed - first + 1]):
-                page, place = divmod(first + offset, 16)
+                page, place = divmod(first + offset, PAGE_SIZE)
                 source.append(item.node_slots[row - 1])
-                target.append(sequence.pages[page] * 16 + place)
+                target.append(sequence.pages[page] * PAGE_SIZE + place)
         self.runner.copy_slots(source, target)
 
     def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ get a multiple of 4 rows, at least 4: ``F.linear`` is then bitwise independent o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ class _Step:
     slots: torch.Tensor
     seen: torch.Tensor
     hidden_mask: torch.Tensor
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class UnsupportedModel(ValueError):

@@ -139,7 +139,6 @@ def verify_lossless(
             vocab_size=loaded.info.vocab_size,
         )
         config = replace(loaded.core.config, max_running=rng.randint(1, 16), prefill_rows=rng.randint(3, 64))
-        before = report.accepted
         found = _decode(
             loaded,
             [replace(request, plan=_random_plan(rng, planted.num_heads)) for request in group],
@@ -149,7 +148,6 @@ def verify_lossless(
             lambda count, base=done: progress(len(requests) + base + count, 2 * len(requests)),
             report,
         )
-        assert report.accepted >= before
         for request in group:
             _compare(references[request.request_id], found[request.request_id], report)
         done += len(group)
