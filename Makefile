@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 
-.PHONY: help setup model serve test lint typecheck test-gpu bench lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu bench lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -41,7 +41,12 @@ lint: $(VENV)/.installed-test
 typecheck: $(VENV)/.installed-test
 	$(BIN)/pyright
 
-test: lint typecheck model
+# Programs that some tests run (prometheus, alertmanager, haproxy): from Debian's archive into the user's cache, without
+# root. Where they can't be had, those tests are skipped and say why.
+tools: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.debian || echo "tests that need these will be skipped"
+
+test: lint typecheck model tools
 	$(BIN)/pytest
 
 test-gpu: $(VENV)/.installed-test
