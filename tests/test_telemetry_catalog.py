@@ -1,0 +1,35 @@
+"""The names of metrics: unique, as Prometheus wants them, and covering what policies may name in alerts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from policy.format import METRICS as POLICY_METRICS
+from telemetry.catalog import BY_NAME, METRICS, Metric
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_prometheus_names_follow_its_conventions(metric: Metric) -> None:
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.prometheus)
+    assert metric.prometheus.endswith("_total") == (metric.kind == "counter")
+    assert not re.search(r"_(count|sum|bucket|info|gauge|counter|ms|us)$", metric.prometheus)
+    assert metric.unit != "1"
+    assert metric.description.endswith(".")
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.prometheus_labels)
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
+def test_histograms_and_only_they_have_ascending_buckets(metric: Metric) -> None:
+    assert bool(metric.buckets) == (metric.kind == "histogram")
+    assert list(metric.buckets) == sorted(set(metric.buckets))
+
+
+def test_names_are_unique_and_hold_what_a_policy_may_name() -> None:
+    assert len({metric.prometheus for metric in METRICS}) == len(METRICS) == len(BY_NAME)
+    assert set(POLICY_METRICS) <= set(BY_NAME)
+
+
+def test_latency_is_told_apart_down_to_half_a_millisecond() -> None:
+    assert all(BY_NAME[name].buckets[0] == 0.0005 for name in BY_NAME if name.startswith("gen_ai.server."))
