@@ -10,7 +10,15 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from backends.engine_core import Emission, EngineCore
-from backends.types import DecodeCounters, EngineLoad, EngineStopped, GenerationRequest, ModelInfo, TokenChunk
+from backends.types import (
+    DecodeCounters,
+    EngineLoad,
+    EngineStopped,
+    GenerationRequest,
+    ModelInfo,
+    StepSample,
+    TokenChunk,
+)
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +112,10 @@ class Engine:
 
     def take_counters(self) -> dict[str, DecodeCounters]:
         return self._core.counters.take()
+
+    def take_steps(self) -> list[StepSample]:
+        samples = self._core.samples
+        return [samples.popleft() for _ in range(len(samples))]
 
     def close(self) -> None:
         with self._inbox.changed:

@@ -17,9 +17,10 @@ from backends.kv_cache import PagePool
 from backends.runner import HeadsRunner, ModelRunner, Proposals
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
-from backends.types import EngineLoad, FinishReason, GenerationRequest, TokenChunk
+from backends.types import EngineLoad, FinishReason, GenerationRequest, StepSample, TokenChunk
 from backends.verify import AcceptResult, Candidate, verify
 
+_MOST_SAMPLES = 4096
 Emission = tuple[str, TokenChunk]
 # Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
 Observer = Callable[[str, int, int, torch.Tensor], None]
@@ -86,6 +87,7 @@ class EngineCore:
         self.config, self.cost = config, cost
         self._clock, self._observer = clock, observer
         self.counters = CounterBook()
+        self.samples: deque[StepSample] = deque(maxlen=_MOST_SAMPLES)
         self.gate = gate or DraftGate(cost)
         self._pool = PagePool(runner.num_pages)
         self._scratch_base = runner.num_pages * PAGE_SIZE
@@ -104,6 +106,7 @@ class EngineCore:
             kv_pages_used=self._pool.used_pages,
             kv_pages_total=self._pool.num_pages,
             max_running=self.config.max_running,
+            oldest_wait_s=self._clock() - self._waiting[0].arrived if self._waiting else 0.0,
         )
 
     def add(self, request: GenerationRequest) -> None:
@@ -142,8 +145,9 @@ class EngineCore:
 
     def step(self) -> list[Emission]:
         """Schedule, one packed forward, verify, commit, draft for the next step, emit."""
-        emissions = self._expire()
-        self._admit()
+        now = self._clock()
+        emissions = self._expire(now)
+        self._admit(now)
         self._in_step = list(self._running.values())
         step = self._schedule()
         if not step.batch.rows:
@@ -181,8 +185,7 @@ class EngineCore:
         """Raises :class:`backends.kv_cache.IntegrityError` unless pages and sequences add up."""
         self._pool.check_integrity(self._running)
 
-    def _expire(self) -> list[Emission]:
-        now = self._clock()
+    def _expire(self, now: float) -> list[Emission]:
         late = [
             s
             for s in (*self._waiting, *self._running.values())
@@ -192,6 +195,7 @@ class EngineCore:
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Emission]:
         sequence.finish_reason, sequence.error = reason, error
+        sequence.finished_at = self._clock()
         chunk = sequence.take_chunk()
         self.abort(sequence.id)
         return [(sequence.id, chunk)]
@@ -201,7 +205,7 @@ class EngineCore:
         del self._running[sequence.id]
         self._pool.release(sequence.id)
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         """First come, first served: a long request is not overtaken for ever by short ones."""
         while self._waiting and len(self._running) < self.config.max_running:
             pages = self._pool.reserve(self._waiting[0].id, self._waiting[0].longest)
@@ -209,6 +213,7 @@ class EngineCore:
                 return
             sequence = self._waiting.popleft()
             sequence.pages, sequence.status = pages, SequenceStatus.PREFILL
+            sequence.admitted_at = now
             self._running[sequence.id] = sequence
 
     def _schedule(self) -> _Step:
@@ -316,7 +321,8 @@ class EngineCore:
     def _count(self, step: _Step, began: float) -> None:
         """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost."""
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
-        measured_ms = (self._clock() - began) * 1e3
+        ended = self._clock()
+        measured_ms = (ended - began) * 1e3
         extra_ms = step.spent_ms - step.vanilla_ms
         weights = [len(item.draft.tokens) or (item.proposals is not None) for item in decoded]
         drafting = sum(weights)
@@ -342,6 +348,10 @@ class EngineCore:
             )
         for item in step.scheduled:
             item.sequence.counts.steps += 1
+            item.sequence.stamp(ended)
+        candidates = step.batch.rows > len(step.scheduled)
+        kind = "prefill" if step.chunks else "verification" if candidates else "vanilla"
+        self.samples.append(StepSample(kind, step.batch.rows, ended - began, step.vanilla_ms / 1e3))
 
     def _commit(self, scheduled: list[_Scheduled], results: list[AcceptResult]) -> None:
         """Move the accepted candidates' keys and values from scratch into their sequences' pages."""

@@ -59,6 +59,10 @@ class Sequence:
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: str | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    paused_at: list[float] = field(default_factory=list)
     _unsent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,6 +124,15 @@ class Sequence:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
+    def stamp(self, now: float) -> None:
+        """Remember when things happened; called at the end of a step that this sequence had a part in."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self.finish_reason is not None:
+            self.finished_at = now
+        if len(self.paused_at) < self.speculation.pauses:
+            self.paused_at.append(now)
+
     def take_chunk(self) -> TokenChunk:
         """Everything that may be sent now; the last chunk carries reason and statistics."""
         final = self.finish_reason is not None
@@ -153,6 +166,10 @@ class Sequence:
             speedup_estimate=counts.vanilla_ms / counts.spent_ms if counts.spent_ms else 1.0,
             reason=reason,
             acceptance=plan.acceptance,
+            admitted_at=self.admitted_at,
+            first_token_at=self.first_token_at,
+            finished_at=self.finished_at,
+            paused_at=tuple(self.paused_at),
         )
 
     def _logprobs(self, token: int, logits_row: torch.Tensor, top: int) -> PositionLogprobs:

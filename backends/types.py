@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from backends.tree import CandidateTree
 
 Method = Literal["medusa", "vanilla"]
 Acceptance = Literal["exact", "typical"]
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+StepKind = Literal["prefill", "verification", "vanilla"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,11 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class GenerationStats:
-    """Raw counts of one finished (or running) sequence. Rates are derived where they are read."""
+    """Raw counts of one finished (or running) sequence. Rates are derived where they are read.
+
+    Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
+    when the step that gave its first token had ended, when it ended, and each time it stopped drafting for a while.
+    """
 
     method: Method
     num_heads: int = 0
@@ -136,6 +141,10 @@ class GenerationStats:
     speedup_estimate: float = 1.0
     reason: str = ""
     acceptance: Acceptance = "exact"
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    paused_at: tuple[float, ...] = ()
 
     @property
     def tokens_per_step(self) -> float:
@@ -179,13 +188,27 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of how busy an engine is."""
+    """A snapshot of how busy an engine is. ``oldest_wait_s``: how long the head of the queue has waited."""
 
     running: int
     waiting: int
     kv_pages_used: int
     kv_pages_total: int
     max_running: int
+    oldest_wait_s: float = 0.0
+
+
+class StepSample(NamedTuple):
+    """One step that emitted tokens.
+
+    ``kind``: "prefill" with prompt rows, else "verification" with candidates, else "vanilla".
+    ``seconds``: wall time; ``vanilla_s``: what the cost table says of the same batch without candidates.
+    """
+
+    kind: StepKind
+    rows: int
+    seconds: float
+    vanilla_s: float
 
 
 class GenerationHandle(Protocol):
@@ -217,6 +240,15 @@ class Decoder(Protocol):
 
     def close(self) -> None:
         """Abort what runs, stop the engine thread. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class StepSampler(Protocol):
+    """A decoder that runs steps of its own, and tells of them."""
+
+    def take_steps(self) -> list[StepSample]:
+        """The steps since the last call, or the newest few thousand of them. For one caller; thread-safe."""
         ...
 
 

@@ -25,6 +25,7 @@ from backends.types import (
     ModelInfo,
     PositionLogprobs,
     SamplingParams,
+    StepSample,
     TokenChunk,
     TokenLogprob,
 )
@@ -121,6 +122,7 @@ class FakeHandle:
         tokens = answer_tokens(request.prompt_token_ids, request.sampling, decoder.natural_length)
         per_step = decoder.tokens_per_step(request.plan)
         position = steps = 0
+        first_token_at: float | None = None
         reason: FinishReason | None = None
         while reason is None:
             await asyncio.sleep(0)
@@ -139,6 +141,8 @@ class FakeHandle:
                 position += len(step)
                 decoder.count(request.stats_key, _step_counters(request.plan, per_step, len(step)))
                 reason = writer.take(step)
+                if first_token_at is None:
+                    first_token_at = decoder.clock()
             if reason in ("abort", "error"):
                 writer.drop()
             chunk = writer.chunk(final=reason is not None)
@@ -156,6 +160,9 @@ class FakeHandle:
                     emitted_tokens=chunk.num_tokens,
                     speedup_estimate=1.0 + 0.5 * (per_step - 1),
                     acceptance=request.plan.acceptance,
+                    admitted_at=self._started,
+                    first_token_at=first_token_at,
+                    finished_at=decoder.clock(),
                 )
                 error = "the fake was told to fail" if reason == "error" else None
                 chunk = replace(chunk, finish_reason=reason, stats=stats, error=error)
@@ -269,6 +276,7 @@ class FakeDecoder:
         self._fail_at: int | None = None
         self._alive = True
         self._counters: dict[str, DecodeCounters] = {}
+        self._steps: list[StepSample] = []
 
     @property
     def info(self) -> ModelInfo:
@@ -302,10 +310,17 @@ class FakeDecoder:
             taken, self._counters = self._counters, {}
         return taken
 
+    def take_steps(self) -> list[StepSample]:
+        with self._changed:
+            taken, self._steps = self._steps, []
+        return taken
+
     def count(self, key: str, counters: DecodeCounters) -> None:
         """Add to the counters that the next :meth:`take_counters` gives; tests may do so as well."""
         with self._changed:
             add_counters(self._counters.setdefault(key, DecodeCounters()), counters)
+            kind = "verification" if counters.medusa_steps else "vanilla"
+            self._steps.append(StepSample(kind, counters.rows, counters.measured_us / 1e6, 0.010))
 
     def close(self) -> None:
         self._alive = False
