@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -104,6 +105,8 @@ class Controller:
         self.alerts: list[AlertRecord] = []
         self.listeners: list[Callable[[Event], None]] = []
         self.fallback_count = 0
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        """How many there were of each (model, class)."""
         self.sync: StoreSync | None = None
         self._classify = classify
         self._open_store = open_store
@@ -256,6 +259,7 @@ class Controller:
         values = {"speedup": round(transition.speedup, 4), "steps": round(transition.steps)}
         if transition.to == "fallback":
             self.fallback_count += 1
+            self.fallbacks[name] += 1
             logger.warning("%s/%s falls back to vanilla: %s", model, class_name, transition.reason)
             self.alerts.append(AlertRecord(FALLBACK_ALERT, "warning", model, class_name, transition.reason, now))
             del self.alerts[:-256]
