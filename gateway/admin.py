@@ -15,10 +15,13 @@ from litestar.response.base import ASGIResponse
 
 from gateway.completions import CHAT_BODIES, COMPLETION_BODIES, ChatCall, CompletionCall
 from gateway.errors import APIError, InvalidRequest
-from gateway.inference import Call, plan_call
+from gateway.inference import Call, Routed, plan_call
 from gateway.planning import plan_for
 from gateway.request_body import read_json
-from gateway.state import GatewayState, gateway_of
+from gateway.routing.dispatch import refusal, route
+from gateway.state import gateway_of
+from gateway.upstream.answer import explain_remotely
+from gateway.upstream.backend import UpstreamBackend
 from gateway.validation import requested_max_tokens, sampling_params, token_budget
 from policy.diff import differences
 from policy.format import parse_policy
@@ -86,6 +89,19 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
     )
 
 
+@get("/admin/backends")
+async def show_backends(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Every backend: where it stands, what it holds, and how it did."""
+    gateway = gateway_of(request)
+    return _json(
+        {
+            "ready": gateway.ready,
+            "required": sorted(gateway.backends.required),
+            "backends": [each.as_dict() for each in gateway.backends.all],
+        }
+    )
+
+
 @get("/admin/decisions/{request_id:str}")
 async def show_decision(request: Request[Any, Any, Any], request_id: FromPath[str]) -> ASGIResponse:
     """Why one request was decoded as it was, by the id of its answer or by its ``x-request-id``."""
@@ -123,22 +139,32 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     The body is that of a chat completion (``messages``) or of a text completion (``prompt``).
     """
     gateway = gateway_of(request)
-    call = _call(await read_json(request), gateway)
-    body, info = call.body, call.served.decoder.info
+    call = _call(await read_json(request))
+    body, routed = call.body, route(call, request, gateway)
+    if routed.backend is None:
+        raise refusal(call, routed, gateway)
+    if isinstance(routed.backend, UpstreamBackend):
+        told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
+        return _json({**told, "routing": routed.choice.as_dict()})
+    served = routed.backend.served
+    info = served.decoder.info
     sampling = sampling_params(body, info, gateway.settings, call.logprobs)
     plan_for(body.decoding, info)
-    prompts = await call.encode(gateway.settings.inline_tokenize_chars)
+    prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)
     for ids in prompts:
         token_budget(
             requested_max_tokens(body), sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field
         )
-    planned = plan_call(call, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True)
+    planned = plan_call(
+        call, served, routed.class_name, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True
+    )
     facts = {name: getattr(planned.facts, name) for name in type(planned.facts).__slots__ if name != "request_id"}
     live, now = gateway.controller.statistics.live, gateway.controller.clock()
     stats = live.find(planned.facts.model, planned.facts.class_name, planned.decision.bucket)
     return _json(
         {
             "facts": facts,
+            "routing": routed.choice.as_dict(),
             "decision": planned.decision.as_dict(),
             "plan": planned.as_dict(),
             "statistics": None if stats is None else stats.as_dict(now),
@@ -146,7 +172,7 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     )
 
 
-def _call(raw: bytes, gateway: GatewayState) -> Call:
+def _call(raw: bytes) -> Call:
     # Which of the two bodies it is must be known before it can be decoded strictly.
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
@@ -155,14 +181,14 @@ def _call(raw: bytes, gateway: GatewayState) -> Call:
     if "prompt" in fields:
         body = COMPLETION_BODIES.decode(raw)
         COMPLETION_BODIES.refuse_unsupported(body)
-        return CompletionCall(body, gateway.served(body.model))
+        return CompletionCall(body)
     body = CHAT_BODIES.decode(raw)
     CHAT_BODIES.refuse_unsupported(body)
     for index, message in enumerate(body.messages):
         CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
-    return ChatCall(body, gateway.served(body.model))
+    return ChatCall(body)
 
 
 def admin_routes() -> list[HTTPRouteHandler]:
     """The handlers of this module, for the app."""
-    return [show_policy, show_stats, show_decision, validate_policy, explain_decoding]
+    return [show_policy, show_stats, show_backends, show_decision, validate_policy, explain_decoding]

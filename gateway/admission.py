@@ -29,12 +29,26 @@ def estimate_retry_after(shortfall: int, finished_at: Sequence[float], now: floa
     return min(max(math.ceil(shortfall / per_second), 1), MAX_RETRY_S)
 
 
+class Places:
+    """How many sequences something may hold, how many it does, and when recent ones finished."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.in_flight = 0
+        self.finished_at: deque[float] = deque(maxlen=1024)
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.in_flight
+
+
 class Ticket:
     """The places that one request holds. Given back one by one as its sequences finish, the rest at :meth:`close`."""
 
-    def __init__(self, admission: Admission, places: int) -> None:
+    def __init__(self, admission: Admission, held: int, places: Sequence[Places]) -> None:
         self._admission = admission
-        self._held = places
+        self._held = held
+        self._places = places
         self.aborted = False
         self.on_abort: Callable[[], None] | None = None
         """Called when a drain runs out of patience with this request."""
@@ -52,52 +66,66 @@ class Ticket:
         if self.on_abort is not None:
             self.on_abort()
 
-    def _give_back(self, places: int) -> None:
-        if places == 0:
+    def _give_back(self, count: int) -> None:
+        if count == 0:
             return
-        self._held -= places
-        self._admission.take_back(self, places, still_open=self._held > 0)
+        self._held -= count
+        self._admission.take_back(self, self._places, count, still_open=self._held > 0)
 
 
 class Admission:
     """Counts places, refuses past capacity, and drains. Used from one event loop only: nothing here is locked."""
 
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.capacity = capacity
-        self.in_flight = 0
+        self.places = Places(capacity)
         self.draining = False
         self._clock = clock
         self._open: set[Ticket] = set()
-        self._finished_at: deque[float] = deque(maxlen=1024)
         self.idle = asyncio.Event()
         self.idle.set()
 
-    def admit(self, sequences: int) -> Ticket:
-        """Take places for all sequences of a request. Raises QueueFull, Unavailable or InvalidRequest."""
+    @property
+    def capacity(self) -> int:
+        return self.places.capacity
+
+    @property
+    def in_flight(self) -> int:
+        return self.places.in_flight
+
+    def admit(self, sequences: int, of: Places | None = None) -> Ticket:
+        """Take places for all sequences of a request, of the gateway and of the backend that they go to.
+
+        Raises QueueFull, Unavailable or InvalidRequest.
+        """
         if self.draining:
             raise shutting_down()
-        if sequences > self.capacity:
+        taken = [self.places] if of is None else [self.places, of]
+        scarcest = min(taken, key=lambda places: places.free)
+        capacity = min(places.capacity for places in taken)
+        if sequences > capacity:
             raise InvalidRequest(
                 f"The request asks for {sequences} sequences (prompts x n); this gateway holds at most "
-                f"{self.capacity} at once. Split it.",
+                f"{capacity} at once. Split it.",
                 param="n",
             )
-        shortfall = self.in_flight + sequences - self.capacity
+        shortfall = sequences - scarcest.free
         if shortfall > 0:
-            seconds = estimate_retry_after(shortfall, self._finished_at, self._clock())
+            seconds = estimate_retry_after(shortfall, scarcest.finished_at, self._clock())
             raise QueueFull(
-                f"All {self.capacity} places are taken; try again in about {seconds} s.", retry_after_s=seconds
+                f"All {scarcest.capacity} places are taken; try again in about {seconds} s.", retry_after_s=seconds
             )
-        self.in_flight += sequences
+        for places in taken:
+            places.in_flight += sequences
         self.idle.clear()
-        ticket = Ticket(self, sequences)
+        ticket = Ticket(self, sequences, taken)
         self._open.add(ticket)
         return ticket
 
-    def take_back(self, ticket: Ticket, places: int, *, still_open: bool) -> None:
+    def take_back(self, ticket: Ticket, of: Sequence[Places], count: int, *, still_open: bool) -> None:
         """Called by tickets only."""
-        self.in_flight -= places
-        self._finished_at.extend([self._clock()] * places)
+        for places in of:
+            places.in_flight -= count
+            places.finished_at.extend([self._clock()] * count)
         if not still_open:
             self._open.discard(ticket)
         if self.in_flight == 0:

@@ -31,17 +31,19 @@ ROUTES = (
 @asynccontextmanager
 async def _controlled(state: GatewayState, _: Litestar) -> AsyncGenerator[None, None]:
     """The controller's background work, for as long as the app takes requests."""
-    await state.controller.start({name: model.decoder for name, model in state.models.items()})
+    await state.controller.start({each.name: each.served.decoder for each in state.backends.engines})
     try:
+        await state.backends.start(state.controller.note)
         yield
     finally:
+        await state.backends.stop()
         await state.controller.stop()
 
 
 def create_app(state: GatewayState) -> Litestar:
     """An app that serves ``state``. The caller keeps what is in it: only the controller stops with the app."""
     return Litestar(
-        route_handlers=[*ROUTES, *admin_routes(), openapi_route(sorted(state.models))],
+        route_handlers=[*ROUTES, *admin_routes(), openapi_route(sorted(state.backends.models))],
         state=State({"gateway": state}),
         lifespan=[partial(_controlled, state)],
         exception_handlers={HTTPException: handle_exception, Exception: handle_exception},

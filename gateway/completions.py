@@ -9,7 +9,7 @@ import msgspec
 from litestar import Request, post
 from litestar.response.base import ASGIResponse
 
-from gateway.inference import Answer, Call, answer_call
+from gateway.inference import Answer, Call
 from gateway.logprobs import CompletionLogprobsWriter, chat_logprobs
 from gateway.openai_responses import (
     AssistantMessage,
@@ -19,10 +19,12 @@ from gateway.openai_responses import (
     CompletionChoice,
 )
 from gateway.openai_types import ChatCompletionRequest, CompletionRequest
-from gateway.prompts import encode_messages, encode_prompts, plain_messages, split_prompts
+from gateway.prompts import encode_messages, encode_prompts, plain_messages, refuse_unknown_ids, split_prompts
 from gateway.request_body import BodyDecoder, read_json
 from gateway.results import ChoiceResult, decoding_report, usage
-from gateway.state import ServedModel, gateway_of
+from gateway.routing.backends import ServedModel
+from gateway.routing.dispatch import dispatch
+from gateway.state import gateway_of
 from gateway.streaming import ChatChoiceWriter, CompletionChoiceWriter
 from gateway.validation import chat_logprobs as wanted_chat_logprobs
 from gateway.validation import refuse_best_of
@@ -36,15 +38,14 @@ class ChatCall(Call):
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
 
-    def __init__(self, body: ChatCompletionRequest, served: ServedModel) -> None:
+    def __init__(self, body: ChatCompletionRequest) -> None:
         self.body = body
-        self.served = served
         self.prompts = 1
         self.logprobs = wanted_chat_logprobs(body)
         self._messages = plain_messages(body.messages)
 
-    async def encode(self, inline_chars: int) -> Sequence[tuple[int, ...]]:
-        return [await encode_messages(self.served.tokenizer, self._messages, inline_chars)]
+    async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
+        return [await encode_messages(served.tokenizer, self._messages, inline_chars)]
 
     def choice_writer(self) -> ChatChoiceWriter:
         return ChatChoiceWriter()
@@ -76,16 +77,16 @@ class CompletionCall(Call):
     chunk_object = "text_completion"
     prompt_field = "prompt"
 
-    def __init__(self, body: CompletionRequest, served: ServedModel) -> None:
+    def __init__(self, body: CompletionRequest) -> None:
         refuse_best_of(body)
         self.body = body
-        self.served = served
-        self._prompts = split_prompts(body, served.decoder.info.vocab_size)
+        self._prompts = split_prompts(body)
         self.prompts = len(self._prompts)
         self.logprobs = body.logprobs
 
-    async def encode(self, inline_chars: int) -> Sequence[tuple[int, ...]]:
-        return await encode_prompts(self.served.tokenizer, self._prompts, inline_chars)
+    async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
+        refuse_unknown_ids(self._prompts, served.decoder.info.vocab_size)
+        return await encode_prompts(served.tokenizer, self._prompts, inline_chars)
 
     def choice_writer(self) -> CompletionChoiceWriter:
         return CompletionChoiceWriter()
@@ -121,7 +122,7 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> ASGIRespons
         CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
     if body.stream_options is not None:
         CHAT_BODIES.refuse_unsupported(body.stream_options, at="stream_options.")
-    return await answer_call(ChatCall(body, gateway.served(body.model)), request, gateway)
+    return await dispatch(ChatCall(body), request, gateway)
 
 
 @post("/v1/completions", status_code=200)
@@ -131,4 +132,4 @@ async def create_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
     COMPLETION_BODIES.refuse_unsupported(body)
     if body.stream_options is not None:
         COMPLETION_BODIES.refuse_unsupported(body.stream_options, at="stream_options.")
-    return await answer_call(CompletionCall(body, gateway.served(body.model)), request, gateway)
+    return await dispatch(CompletionCall(body), request, gateway)

@@ -160,6 +160,10 @@ class Controller:
     def record(self, record: DecisionRecord, http_request_id: str | None = None) -> None:
         self.decisions.add(record, http_request_id)
 
+    def note(self, kind: EventKind, message: str, model: str, values: dict[str, Any]) -> None:
+        """Keep an event that something else found, and tell the listeners."""
+        self._emit(kind, message, model, values=values)
+
     # What goes on in the background.
 
     async def start(self, decoders: Mapping[str, Decoder]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from litestar import Request
 from litestar.response.base import ASGIResponse
 
-from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenChunk
+from backends.types import DecodingPlan, GenerationRequest, ModelInfo, SamplingParams, TokenChunk
 from gateway.admission import Ticket
 from gateway.controller import Controller
 from gateway.errors import EngineFailure, InvalidRequest
@@ -19,8 +19,9 @@ from gateway.openai_types import GenerationFields
 from gateway.planning import arm_of, plan_for, prompt_to_classify, turn_of
 from gateway.request_id import request_id_of
 from gateway.results import ChoiceResult, collect, decoding_report
+from gateway.routing.backends import EngineBackend, ServedModel
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState, ServedModel
+from gateway.state import GatewayState
 from gateway.streaming import ChoiceWriter, EventStream, StreamWriter, events
 from gateway.validation import choice_seed, requested_max_tokens, sampling_params, token_budget
 from policy.decision import Decision
@@ -37,6 +38,14 @@ class Answer:
     model: str
     prompt_tokens: int
     plan: DecodingPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """Where a request of ``class_name`` goes, and why; ``why`` None: the model has one backend, so there is no why."""
+
+    class_name: str
+    why: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +74,25 @@ class Planned:
 
 
 class Call(ABC):
-    """What differs between the endpoints. Made from a validated body; ``prompts`` counts prompts, not choices."""
+    """What differs between the endpoints. Made from a validated body; ``prompts`` counts prompts, not choices.
+
+    Knows no backend: the same call may be tried on several.
+    """
 
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
     body: GenerationFields
-    served: ServedModel
     prompts: int
     logprobs: int | None
 
+    @property
+    def sequences(self) -> int:
+        """How many places the request needs."""
+        return self.prompts * (self.body.n or 1)
+
     @abstractmethod
-    async def encode(self, inline_chars: int) -> Sequence[tuple[int, ...]]:
+    async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
         """Token ids of each prompt."""
 
     @abstractmethod
@@ -88,27 +104,36 @@ class Call(ABC):
         """The whole body of a response that is not streamed."""
 
 
-async def answer_call(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> ASGIResponse:
-    """Run ``call`` and answer it, streamed or not.
+async def answer_call(
+    call: Call,
+    backend: EngineBackend,
+    routed: Routed,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+) -> ASGIResponse:
+    """Run ``call`` on an engine of this process and answer it, streamed or not.
 
     A stream's response starts only with its first chunk: until then a failure still gets its proper status, and a
     load balancer may still send the request elsewhere.
     """
     arrived = gateway.clock()
-    body, info = call.body, call.served.decoder.info
+    body, served = call.body, backend.served
+    info = served.decoder.info
     sampling = sampling_params(body, info, gateway.settings, call.logprobs)
     max_tokens = requested_max_tokens(body)
     # Before a place is taken: what can't be planned at all is refused first.
     plan_for(body.decoding, info)
-    ticket = gateway.admission.admit(call.prompts * (body.n or 1))
+    ticket = gateway.admission.admit(call.sequences, backend.places)
     try:
-        prompts = await call.encode(gateway.settings.inline_tokenize_chars)
+        prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)
         budgets = [
             token_budget(max_tokens, sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field)
             for ids in prompts
         ]
         answer_id = call.id_prefix + gateway.new_id()
-        planned = plan_call(call, prompts, answer_id, request, gateway)
+        planned = plan_call(call, served, routed.class_name, prompts, answer_id, request, gateway)
+        if routed.why is not None:
+            planned = replace(planned, plan=replace(planned.plan, reason=f"{planned.plan.reason}; {routed.why}"))
         answer = Answer(
             id=answer_id,
             created=int(gateway.wall_clock()),
@@ -117,7 +142,7 @@ async def answer_call(call: Call, request: Request[Any, Any, Any], gateway: Gate
             plan=planned.plan,
         )
         seed = gateway.new_seed() if body.seed is None else body.seed
-        deadline_s = _deadline_s(body, gateway.settings, planned.decision)
+        deadline_s = deadline_of(body, gateway.settings, planned.decision)
         if deadline_s is not None:
             deadline_s = max(deadline_s - (gateway.clock() - arrived), 0.0)
         sampling = replace(sampling, temperature=planned.decision.temperature)
@@ -126,27 +151,14 @@ async def answer_call(call: Call, request: Request[Any, Any, Any], gateway: Gate
             DecisionRecord(answer_id, planned.facts, planned.decision, gateway.wall_clock(), planned.as_dict()),
             request_id_of(request.scope, gateway.new_id),
         )
-        return await _run(call, answer, sequences, ticket, request, gateway.controller)
+        return await _run(call, served, answer, sequences, ticket, request, gateway.controller)
     except BaseException:
         ticket.close()
         raise
 
 
-def plan_call(
-    call: Call,
-    prompts: Sequence[tuple[int, ...]],
-    answer_id: str,
-    request: Request[Any, Any, Any],
-    gateway: GatewayState,
-    *,
-    dry: bool = False,
-) -> Planned:
-    """Classify, decide, and put the client's own wishes in. ``dry``: only asked; nothing is remembered of it.
-
-    Several prompts of one request are decoded by one plan, that of the first; the longest counts as their length.
-    """
-    body, decoder, controller = call.body, call.served.decoder, gateway.controller
-    load = decoder.load()
+def class_of(body: GenerationFields, controller: Controller) -> str:
+    """The class that the client names, or the classifier. Raises :class:`InvalidRequest` for one that is none."""
     hint = body.decoding.class_ if body.decoding else None
     if hint is not None and hint not in controller.known_classes:
         raise InvalidRequest(
@@ -154,17 +166,59 @@ def plan_call(
             f"{', '.join(controller.known_classes)}.",
             param="decoding.class",
         )
-    facts = RequestFacts(
+    return hint or controller.class_of(prompt_to_classify(body))
+
+
+def facts_of(
+    body: GenerationFields,
+    class_name: str,
+    answer_id: str,
+    request: Request[Any, Any, Any],
+    info: ModelInfo,
+    *,
+    prompt_tokens: int,
+    load: float,
+) -> RequestFacts:
+    """What a policy may ask of a request."""
+    return RequestFacts(
         request_id=answer_id,
-        model=decoder.info.name,
-        class_name=hint or controller.class_of(prompt_to_classify(body)),
+        model=info.name,
+        class_name=class_name,
         # Set by whatever authenticates requests; without it there is one tenant, without a name.
         tenant=request.scope.get("state", {}).get("tenant", ""),
         turn=turn_of(body),
-        prompt_tokens=max(len(ids) for ids in prompts),
+        prompt_tokens=prompt_tokens,
         temperature=body.temperature,
+        load=load,
+        model_heads=info.num_heads,
+    )
+
+
+def plan_call(
+    call: Call,
+    served: ServedModel,
+    class_name: str,
+    prompts: Sequence[tuple[int, ...]],
+    answer_id: str,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    *,
+    dry: bool = False,
+) -> Planned:
+    """Decide, and put the client's own wishes in. ``dry``: only asked; nothing is remembered of it.
+
+    Several prompts of one request are decoded by one plan, that of the first; the longest counts as their length.
+    """
+    body, decoder, controller = call.body, served.decoder, gateway.controller
+    load = decoder.load()
+    facts = facts_of(
+        body,
+        class_name,
+        answer_id,
+        request,
+        decoder.info,
+        prompt_tokens=max(len(ids) for ids in prompts),
         load=(load.running + load.waiting) / max(load.max_running, 1),
-        model_heads=decoder.info.num_heads,
     )
     decision = controller.decide(facts, dry=dry)
     plan = plan_for(body.decoding, decoder.info, decision)
@@ -174,13 +228,14 @@ def plan_call(
 
 async def _run(
     call: Call,
+    served: ServedModel,
     answer: Answer,
     sequences: list[GenerationRequest],
     ticket: Ticket,
     request: Request[Any, Any, Any],
     controller: Controller,
 ) -> ASGIResponse:
-    generation = Generation(call.served.decoder, sequences, ticket)
+    generation = Generation(served.decoder, sequences, ticket)
     try:
         if not call.body.stream:
             results = await unless_disconnected(request.receive, collect(generation, len(sequences)))
@@ -232,7 +287,7 @@ def _sequences(
     ]
 
 
-def _deadline_s(body: GenerationFields, settings: GatewaySettings, decision: Decision) -> float | None:
+def deadline_of(body: GenerationFields, settings: GatewaySettings, decision: Decision) -> float | None:
     """The client may shorten the operator's deadline, never lengthen it; nor may a policy lengthen the flag's."""
     asked = body.decoding.deadline_ms if body.decoding else None
     limits = (settings.deadline_s, decision.deadline_s, asked / 1000 if asked else None)

@@ -9,14 +9,20 @@ from litestar import Request, get
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from backends.types import ModelInfo
 from gateway.errors import Unavailable, shutting_down
 from gateway.openai_responses import Health, ModelCard, ModelList, Pointer
+from gateway.routing.backends import Backend
 from gateway.state import gateway_of
+from gateway.upstream.backend import UpstreamBackend
 from gateway.version import package_version
 
 
-def model_card(info: ModelInfo) -> ModelCard:
+def model_card(backend: Backend) -> ModelCard:
+    """The card of a model by the backend that stands for it."""
+    info = backend.info
+    if isinstance(backend, UpstreamBackend):
+        length = backend.health.max_model_len
+        return ModelCard(info.name, info.created, "medusa-gateway", length, 0, info.dtype, info.device)
     return ModelCard(
         id=info.name,
         created=info.created,
@@ -34,14 +40,14 @@ def _json(value: msgspec.Struct) -> ASGIResponse:
 
 @get("/v1/models")
 async def list_models(request: Request[Any, Any, Any]) -> ASGIResponse:
-    served = gateway_of(request).models.values()
-    return _json(ModelList([model_card(model.decoder.info) for model in served]))
+    backends = gateway_of(request).backends
+    return _json(ModelList([model_card(backends.of_model(name)[0]) for name in backends.models]))
 
 
 @get("/v1/models/{model_id:path}")
 async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ASGIResponse:
     # A path parameter, since hub ids have a slash in them; Litestar gives it with a leading one.
-    return _json(model_card(gateway_of(request).served(model_id.removeprefix("/")).decoder.info))
+    return _json(model_card(gateway_of(request).backends.of_model(model_id.removeprefix("/"))[0]))
 
 
 @get("/healthz")
@@ -56,10 +62,10 @@ async def readiness(request: Request[Any, Any, Any]) -> ASGIResponse:
     if gateway.admission.draining:
         raise shutting_down()
     if not gateway.ready:
-        raise Unavailable("No engine of this gateway is alive.")
+        raise Unavailable(f"No healthy backend for: {', '.join(gateway.backends.missing)}.")
     return _json(Health("ok"))
 
 
 @get("/")
 async def pointer(request: Request[Any, Any, Any]) -> ASGIResponse:
-    return _json(Pointer("medusa-gateway", package_version(), sorted(gateway_of(request).models)))
+    return _json(Pointer("medusa-gateway", package_version(), sorted(gateway_of(request).backends.models)))

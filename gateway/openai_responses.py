@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 FinishReasonOut = Literal["stop", "length"]
 
@@ -34,6 +34,19 @@ class DecodingReport(Struct):
     reason: str
     rule: str
     policy_version: str
+
+
+class RemoteReport(Struct):
+    """Extension: the ``decoding`` of an answer that an upstream gave. How it decoded is not known here, so nothing is
+    claimed of it; ``upstream`` is what it says of itself, if it is a medusa-gateway too."""
+
+    backend: str
+    upstream_model: str
+    reason: str
+    rule: str
+    policy_version: str
+    upstream: Raw | None = None
+    method: Literal["remote"] = "remote"
 
 
 class TopLogprob(Struct):
@@ -104,12 +117,12 @@ class Completion(Struct):
 
 
 class ModelCard(Struct):
-    """``max_model_len``, ``num_heads``, ``dtype`` and ``device`` are extensions."""
+    """``max_model_len``, ``num_heads``, ``dtype`` and ``device`` are extensions; null where only an upstream knows."""
 
     id: str
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None
     num_heads: int
     dtype: str
     device: str

@@ -11,7 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 from gateway.errors import ErrorBody
-from gateway.openai_responses import ChatCompletion, Completion, Health, ModelCard, ModelList, Pointer
+from gateway.openai_responses import ChatCompletion, Completion, Health, ModelCard, ModelList, Pointer, RemoteReport
 from gateway.openai_types import ChatCompletionRequest, CompletionRequest
 from gateway.version import package_version
 
@@ -23,6 +23,8 @@ _ERRORS = {
     413: "The body is too large.",
     415: "The body is not application/json.",
     429: "The queue is full. Retry-After says when to try again.",
+    502: "The upstream that answers for this model failed.",
+    504: "The upstream that answers for this model took too long.",
     500: "The engine or the gateway failed.",
     503: "Draining, or the engine is gone. Try again, elsewhere if possible.",
 }
@@ -31,11 +33,17 @@ _ERRORS = {
 def openapi_document(models: Sequence[str]) -> dict[str, Any]:
     """The document for a gateway that serves ``models``."""
     structs = [ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion]
-    structs += [ModelList, ModelCard, Health, Pointer, ErrorBody]
+    structs += [ModelList, ModelCard, Health, Pointer, ErrorBody, RemoteReport]
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
     for name in ("ChatCompletionRequest", "CompletionRequest"):
         if models:
             schemas[name]["properties"]["model"] = {"type": "string", "enum": list(models)}
+    for name in ("ChatCompletion", "Completion"):
+        # msgspec has no union of two structs without a tag; usage is null where an upstream counted nothing.
+        either = [schemas[name]["properties"]["decoding"], {"$ref": _REF.format(name="RemoteReport")}]
+        schemas[name]["properties"]["decoding"] = {"anyOf": either}
+        usage = [schemas[name]["properties"]["usage"], {"type": "null"}]
+        schemas[name]["properties"]["usage"] = {"anyOf": usage}
     name_parameter = {
         "name": "model_id",
         "in": "path",

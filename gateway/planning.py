@@ -25,7 +25,7 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
     options = options or DecodingOptions()
     asked = asked_fields(options)
     if decision is not None:
-        _refuse_what_policy_forbids(options, asked, decision)
+        refuse_what_policy_forbids(options, asked, decision)
     if options.method == "vanilla":
         return _vanilla_by_request(options, decision)
     if info.num_heads == 0:
@@ -138,7 +138,8 @@ def _shown(decision: Decision) -> list[str]:
     return [stage.reason for stage in decision.stages if stage.name == "temperature"]
 
 
-def _refuse_what_policy_forbids(options: DecodingOptions, asked: list[str], decision: Decision) -> None:
+def refuse_what_policy_forbids(options: DecodingOptions, asked: list[str], decision: Decision) -> None:
+    """``asked``: the fields by which the client takes the plan into its own hands."""
     taken = [*asked, *(["class"] if options.class_ is not None else [])]
     if taken and not decision.client_override:
         raise InvalidRequest(

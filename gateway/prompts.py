@@ -25,7 +25,7 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
     ]
 
 
-def split_prompts(body: CompletionRequest, vocab_size: int) -> list[Prompt]:
+def split_prompts(body: CompletionRequest) -> list[Prompt]:
     """The prompts of a completion request, each a string or token ids. Raises :class:`InvalidRequest` for a mixture."""
     if isinstance(body.prompt, str):
         return [body.prompt]
@@ -39,18 +39,24 @@ def split_prompts(body: CompletionRequest, vocab_size: int) -> list[Prompt]:
     if kinds == {str}:
         return list(cast(list[Prompt], body.prompt))
     if kinds == {int}:
-        return [_checked_ids(cast(list[int], body.prompt), vocab_size, "prompt")]
+        return [_not_empty(cast(list[int], body.prompt), "prompt")]
     lists = cast(list[list[int]], body.prompt)
-    return [_checked_ids(ids, vocab_size, f"prompt[{i}]") for i, ids in enumerate(lists)]
+    return [_not_empty(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
 
 
-def _checked_ids(ids: list[int], vocab_size: int, param: str) -> list[int]:
+def refuse_unknown_ids(prompts: list[Prompt], vocab_size: int) -> None:
+    """Raises :class:`InvalidRequest` for a token id that the model doesn't know."""
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, list) and max(prompt) >= vocab_size:
+            param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            raise InvalidRequest(
+                f"'{param}' has token id {max(prompt)}, but the vocabulary ends at {vocab_size - 1}.", param=param
+            )
+
+
+def _not_empty(ids: list[int], param: str) -> list[int]:
     if not ids:
         raise InvalidRequest(f"'{param}' has no tokens; send at least one.", param=param)
-    if max(ids) >= vocab_size:
-        raise InvalidRequest(
-            f"'{param}' has token id {max(ids)}, but the vocabulary ends at {vocab_size - 1}.", param=param
-        )
     return ids
 
 

@@ -109,7 +109,7 @@ class GatewayServer(uvicorn.Server):
 
 def run_server(state: GatewayState, bound: socket.socket, *, access_log: bool = False) -> None:
     """Serve until a signal and a drain end it. Closes ``bound``; leaves the decoders to the caller."""
-    model = next(iter(state.models), "none")
+    model = next(iter(state.backends.models), "none")
 
     def announce() -> None:
         print(greeting(url_of(bound), model), flush=True)

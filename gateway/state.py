@@ -11,10 +11,9 @@ from typing import Any
 
 from litestar import Request
 
-from backends.types import ChatTokenizer, Decoder
 from gateway.admission import Admission
 from gateway.controller import Controller
-from gateway.errors import ModelNotFound
+from gateway.routing.backends import Backends, ServedModel
 from gateway.settings import GatewaySettings
 
 _system_random = random.SystemRandom()
@@ -26,19 +25,13 @@ def random_seed() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    decoder: Decoder
-    tokenizer: ChatTokenizer
-
-
-@dataclass(frozen=True, slots=True)
 class GatewayState:
-    """Models by the name they are served under, limits, and the sources of time, seeds and ids (injected for tests).
+    """Backends by the models that they serve, limits, and the sources of time, seeds and ids (injected for tests).
 
     ``clock`` is monotonic, ``wall_clock`` gives ``created`` timestamps. The app starts and stops the ``controller``.
     """
 
-    models: Mapping[str, ServedModel]
+    backends: Backends
     settings: GatewaySettings
     admission: Admission
     clock: Callable[[], float] = time.monotonic
@@ -50,32 +43,32 @@ class GatewayState:
     @classmethod
     def create(
         cls,
-        models: Mapping[str, ServedModel],
+        models: Mapping[str, ServedModel] | Backends,
         settings: GatewaySettings | None = None,
         controller: Controller | None = None,
     ) -> GatewayState:
-        """A state with the real clocks, an admission of the settings' capacity, and the plainest controller."""
+        """A state with the real clocks, an admission of all places, and the plainest controller.
+
+        ``models``: engines by name, one for each model, which then have the settings' capacity between them; or the
+        backends of a file, which bring their own.
+        """
         settings = settings or GatewaySettings()
+        if isinstance(models, Backends):
+            backends, capacity = models, sum(each.places.capacity for each in models.all)
+        else:
+            capacity = settings.capacity
+            backends = Backends.of_engines(models, capacity)
         return cls(
-            models=models,
+            backends=backends,
             settings=settings,
-            admission=Admission(settings.capacity),
+            admission=Admission(capacity),
             controller=controller or Controller.plain(),
         )
 
-    def served(self, name: str) -> ServedModel:
-        try:
-            return self.models[name]
-        except KeyError:
-            names = ", ".join(sorted(self.models)) or "none"
-            raise ModelNotFound(
-                f"The model '{name[:200]}' is not served here; served: {names}.", param="model"
-            ) from None
-
     @property
     def ready(self) -> bool:
-        """Takes requests: not draining, and at least one engine alive."""
-        return not self.admission.draining and any(model.decoder.alive for model in self.models.values())
+        """Takes requests: not draining, and every required model has a healthy backend."""
+        return not self.admission.draining and not self.backends.missing
 
 
 def gateway_of(request: Request[Any, Any, Any]) -> GatewayState:

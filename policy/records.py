@@ -12,7 +12,16 @@ from policy.spec import RequestFacts
 KEPT_DECISIONS = 4096
 KEPT_EVENTS = 512
 
-EventKind = Literal["fallback", "resumed", "policy_accepted", "policy_rejected", "store_down", "store_up"]
+EventKind = Literal[
+    "fallback",
+    "resumed",
+    "policy_accepted",
+    "policy_rejected",
+    "store_down",
+    "store_up",
+    "backend_down",
+    "backend_up",
+]
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -73,7 +73,7 @@ def running_gateway(
     tokenizer = FakeTokenizer()
     state = GatewayState.create({decoder.info.name: ServedModel(decoder, tokenizer)}, settings)
     if state_fields:
-        state = GatewayState(models=state.models, settings=state.settings, admission=state.admission, **state_fields)
+        state = replace(state, **state_fields)
     ready = threading.Event()
     bound = bind("127.0.0.1", 0)
     url = url_of(bound)

@@ -92,7 +92,7 @@ def test_help_lists_only_commands_that_are_there(capsys: pytest.CaptureFixture[s
 def test_defaults(loading: FakeLoading, served: Served) -> None:
     assert cli.main(["serve", "--port", "0"]) == 0
     assert loading.options == EngineOptions(None, None, "auto", "auto", None, None, None, None)
-    assert list(served.state.models) == ["fake-model"]
+    assert list(served.state.backends.models) == ["fake-model"]
     assert served.state.settings.max_concurrent == loading.decoder.load().max_running
     assert not loading.decoder.alive, "the engine is closed at the end"
 

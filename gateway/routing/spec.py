@@ -1,0 +1,111 @@
+"""What an operator says about backends, as the backends file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.upstream.breaker import BreakerSettings
+
+FORMAT_VERSION = 1
+Dialect = Literal["openai", "vllm", "medusa-gateway"]
+
+SAMPLING_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+EXTENSIONS: Mapping[str, tuple[str, ...]] = {
+    "openai": (),
+    "vllm": SAMPLING_EXTENSIONS,
+    "medusa-gateway": (*SAMPLING_EXTENSIONS, "decoding"),
+}
+"""The fields beyond OpenAI's that an upstream of each dialect honours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which requests a backend gets. ``priority``: lower is asked first. ``classes`` None: prompts of every class."""
+
+    priority: int = 0
+    classes: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """An engine of this process. ``model``, ``heads``, ``device``, ... as the flags of ``serve``; ``threads`` None: the
+    machine's cores shared evenly by the CPU engines of the file. ``folder``: where relative paths start."""
+
+    name: str
+    serves: str
+    placement: Placement = field(default_factory=Placement)
+    model: str | None = None
+    heads: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_running: int | None = None
+    kv_tokens: int | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Seconds. ``first_byte``: from the request to the first event of its answer; ``between_bytes``: from one piece of
+    the answer to the next; ``total``: for all of it."""
+
+    connect_s: float = 2.0
+    first_byte_s: float = 60.0
+    between_bytes_s: float = 30.0
+    total_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthCheck:
+    """``GET path`` below the URL every ``every_s``; ``failures`` in a row make it unhealthy, one success well again."""
+
+    path: str = "/models"
+    every_s: float = 5.0
+    timeout_s: float = 2.0
+    failures: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamSpec:
+    """A server elsewhere. ``url`` ends where OpenAI's does, mostly in ``/v1``. At most one of ``api_key_env`` and
+    ``api_key_file`` is set. ``max_running``: sequences that it is expected to run at once; ``max_in_flight``: most that
+    it is ever sent. ``ca_file``: certificates to trust instead of the system's."""
+
+    name: str
+    serves: str
+    url: str
+    placement: Placement = field(default_factory=Placement)
+    upstream_model: str = ""
+    dialect: Dialect = "openai"
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+    ca_file: str | None = None
+    max_running: int = 32
+    max_in_flight: int = 128
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    breaker: BreakerSettings = field(default_factory=BreakerSettings)
+    health: HealthCheck = field(default_factory=HealthCheck)
+
+
+BackendSpec = EngineSpec | UpstreamSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BackendsSpec:
+    """A whole file. ``required``: the models without which the gateway is not ready."""
+
+    file: str
+    backends: tuple[BackendSpec, ...]
+    required: frozenset[str]
+    retries: int = 2
+    by_model: Mapping[str, tuple[BackendSpec, ...]] = field(default_factory=dict)
+
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        return tuple(each for each in self.backends if isinstance(each, EngineSpec))
+
+    @property
+    def upstreams(self) -> tuple[UpstreamSpec, ...]:
+        return tuple(each for each in self.backends if isinstance(each, UpstreamSpec))

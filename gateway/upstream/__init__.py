@@ -1,0 +1,1 @@
+"""Backends elsewhere: any server that speaks OpenAI's API, asked over HTTP."""

@@ -1,0 +1,193 @@
+"""A request that an upstream answers: the policy's part of it, the wire, and the response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any
+
+import msgspec
+from litestar import Request
+from litestar.response.base import ASGIResponse
+
+from gateway.errors import EngineFailure
+from gateway.generation import unless_disconnected
+from gateway.inference import Call, Routed, deadline_of, facts_of
+from gateway.openai_responses import RemoteReport
+from gateway.planning import refuse_what_policy_forbids
+from gateway.request_id import request_id_of
+from gateway.state import GatewayState
+from gateway.streaming import EventStream
+from gateway.upstream.backend import UpstreamBackend
+from gateway.upstream.payload import decoding_wishes, estimated_prompt_tokens, payload
+from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
+from gateway.upstream.stream import Chunk, UpstreamAnswer
+from gateway.validation import requested_max_tokens, sampling_params
+from policy.decision import Decision
+from policy.records import DecisionRecord
+from policy.spec import RequestFacts
+
+HOPS_HEADER = "x-medusa-hops"
+MAX_HOPS = 4
+"""Gateways that a request may pass: two that name each other as upstreams would otherwise never let go of it."""
+
+
+def hops_of(request: Request[Any, Any, Any]) -> int:
+    """How many gateways the request has come through."""
+    given = request.headers.get(HOPS_HEADER, "0")
+    return int(given) if given.isascii() and given.isdecimal() and len(given) < 4 else 0
+
+
+async def answer_remotely(
+    call: Call, backend: UpstreamBackend, routed: Routed, request: Request[Any, Any, Any], gateway: GatewayState
+) -> ASGIResponse:
+    """Have ``backend`` answer, and pass its answer on under our model name.
+
+    As with engines, a stream's response starts with the first chunk. Raises :class:`UpstreamFailure` for what another
+    backend may do better.
+    """
+    body = call.body
+    arrived = gateway.clock()
+    # What contradicts itself is refused here, in our words, whichever backend would see it.
+    sampling_params(body, backend.info, gateway.settings, call.logprobs)
+    requested_max_tokens(body)
+    answer_id = call.id_prefix + gateway.new_id()
+    facts, decision = decide_remotely(call, backend, routed.class_name, answer_id, request, gateway)
+    report = report_of(backend, decision, routed.why)
+    temperature = decision.temperature if body.temperature is not None or _set_by_policy(decision) else None
+    path, sent = payload(body, backend.spec.dialect, backend.spec.upstream_model, temperature)
+    hops = {HOPS_HEADER: str(hops_of(request) + 1), "x-request-id": request_id_of(request.scope, gateway.new_id)}
+    ticket = gateway.admission.admit(call.sequences, backend.places)
+    try:
+        answer = UpstreamAnswer(backend, path, sent, hops, call.sequences)
+    except BaseException:
+        ticket.close()
+        raise
+
+    def close() -> None:
+        answer.close()
+        ticket.close()
+
+    try:
+        ticket.on_abort = answer.abort_for_shutdown
+        gateway.controller.record(
+            DecisionRecord(answer_id, facts, decision, gateway.wall_clock(), msgspec.to_builtins(report)),
+            request_id_of(request.scope, gateway.new_id),
+        )
+        deadline_s = deadline_of(body, gateway.settings, decision)
+        cut = CutAtDeadline()
+        chunks = answer.chunks()
+        if deadline_s is not None:
+            chunks = _until(chunks, max(deadline_s - (gateway.clock() - arrived), 0.0), cut)
+        created = int(gateway.wall_clock())
+        if not body.stream:
+            identity = Identity(answer_id, call.chunk_object.removesuffix(".chunk"), created, backend.model)
+            gathered = await unless_disconnected(request.receive, _gather(chunks, call.sequences))
+            report = cut.shown_in(gathered.report(report))
+            gateway.controller.decisions.finish(answer_id, report)
+            close()
+            return ASGIResponse(body=gathered.body(identity, report), media_type="application/json", status_code=200)
+        options = body.stream_options
+        writer = RelayWriter(
+            Identity(answer_id, call.chunk_object, created, backend.model),
+            report,
+            call.sequences,
+            include_usage=bool(options and options.include_usage),
+            on_end=partial(gateway.controller.decisions.finish, answer_id),
+        )
+        first = await unless_disconnected(request.receive, _first(chunks))
+        return EventStream(relayed_events(first, chunks, writer, close, cut), close=close)
+    except BaseException:
+        close()
+        raise
+
+
+def explain_remotely(
+    call: Call, backend: UpstreamBackend, routed: Routed, request: Request[Any, Any, Any], gateway: GatewayState
+) -> dict[str, Any]:
+    """What would be done with the request if ``backend`` answered it; see ``POST /v1/decoding/explain``."""
+    sampling_params(call.body, backend.info, gateway.settings, call.logprobs)
+    requested_max_tokens(call.body)
+    facts, decision = decide_remotely(call, backend, routed.class_name, "explain", request, gateway, dry=True)
+    return {
+        "facts": {name: getattr(facts, name) for name in type(facts).__slots__ if name != "request_id"},
+        "decision": decision.as_dict(),
+        "plan": msgspec.to_builtins(report_of(backend, decision, routed.why)),
+        "statistics": None,
+    }
+
+
+def decide_remotely(
+    call: Call,
+    backend: UpstreamBackend,
+    class_name: str,
+    answer_id: str,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    *,
+    dry: bool = False,
+) -> tuple[RequestFacts, Decision]:
+    """The policy's word on temperature and deadline, which hold for whoever decodes. How it decodes is not ours."""
+    candidate = backend.candidate(call.body)
+    facts = facts_of(
+        call.body,
+        class_name,
+        answer_id,
+        request,
+        backend.info,
+        prompt_tokens=estimated_prompt_tokens(call.body),
+        load=candidate.load,
+    )
+    decision = gateway.controller.decide(facts, dry=dry)
+    if call.body.decoding is not None:
+        # What the policy forbids a client is not to be had by way of an upstream either.
+        refuse_what_policy_forbids(call.body.decoding, decoding_wishes(call.body.decoding), decision)
+    return facts, decision
+
+
+def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> RemoteReport:
+    reasons = [f"{backend.model} is served by the upstream '{backend.name}', which decodes as it will"]
+    reasons += [stage.reason for stage in decision.stages if stage.name in ("rule", "temperature")]
+    return RemoteReport(
+        backend=backend.name,
+        upstream_model=backend.spec.upstream_model,
+        reason="; ".join([*reasons, *([why] if why else [])]),
+        rule=decision.rule,
+        policy_version=decision.policy_version,
+    )
+
+
+def _set_by_policy(decision: Decision) -> bool:
+    return any(stage.name == "temperature" for stage in decision.stages)
+
+
+async def _gather(chunks: AsyncGenerator[Chunk, None], sequences: int) -> Gathered:
+    gathered = Gathered([GatheredChoice() for _ in range(sequences)])
+    async for chunk in chunks:
+        gathered.take(chunk)
+    return gathered
+
+
+async def _first(chunks: AsyncGenerator[Chunk, None]) -> Chunk:
+    async for chunk in chunks:
+        return chunk
+    raise EngineFailure("The upstream ended this request without an answer.")
+
+
+async def _until(
+    chunks: AsyncGenerator[Chunk, None], seconds: float, cut: CutAtDeadline
+) -> AsyncGenerator[Chunk, None]:
+    """The same chunks, up to a moment; after it one that is empty, so that there is a first chunk in any case."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    try:
+        while True:
+            async with asyncio.timeout_at(end):
+                chunk = await anext(chunks)
+            yield chunk
+    except StopAsyncIteration:
+        return
+    except TimeoutError:
+        cut.hit = True
+        yield Chunk()

@@ -1,0 +1,335 @@
+"""One upstream while the gateway runs: its client, its circuit breaker, its health, and what was counted of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from backends.types import ModelInfo
+from gateway.admission import Places
+from gateway.errors import APIError
+from gateway.openai_types import INT32_MAX, GenerationFields
+from gateway.routing.choice import Candidate
+from gateway.routing.spec import UpstreamSpec
+from gateway.upstream import breaker as circuit
+from gateway.upstream.errors import UpstreamBusy, UpstreamFailure
+from gateway.upstream.payload import what_it_lacks
+from policy.records import EventKind
+
+logger = logging.getLogger("gateway.upstream")
+
+BUSY_FOR_S = 60.0
+"""The longest that an upstream's Retry-After is believed."""
+
+
+@dataclass(slots=True)
+class Health:
+    """``ok`` None: not checked yet, which counts as well. ``since``: monotonic, when ``ok`` last changed."""
+
+    ok: bool | None = None
+    since: float = 0.0
+    failures: int = 0
+    error: str | None = None
+    max_model_len: int | None = None
+
+
+class _ModelEntry(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _ModelList(msgspec.Struct):
+    data: list[_ModelEntry]
+
+
+class ApiKeyError(ValueError):
+    """The key for an upstream can't be had; the message names variable or file, never the key."""
+
+
+def read_api_key(spec: UpstreamSpec) -> str | None:
+    """The key, from where the operator said; None if nowhere. Raises :class:`ApiKeyError`."""
+    if spec.api_key_env is not None:
+        where, key = f"the environment variable {spec.api_key_env}", os.environ.get(spec.api_key_env, "")
+    elif spec.api_key_file is not None:
+        where = spec.api_key_file
+        try:
+            key = Path(spec.api_key_file).read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ApiKeyError(f"can't read {where}: {error}") from None
+    else:
+        return None
+    key = key.strip()
+    if not key:
+        raise ApiKeyError(f"{where} is not set or empty")
+    if not (key.isascii() and key.isprintable()):
+        raise ApiKeyError(f"{where} holds something that is no key: it must be one line of printable ASCII")
+    return key
+
+
+class UpstreamBackend:
+    """Used from one event loop only. :meth:`start` and :meth:`stop` are called by the app.
+
+    ``transport`` is for tests. ``note`` is told when the backend goes down or comes back.
+    """
+
+    kind = "openai"
+
+    def __init__(
+        self,
+        spec: UpstreamSpec,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self.spec = spec
+        self.clock = clock
+        self.places = Places(spec.max_in_flight)
+        self.note: Callable[[EventKind, str, str, dict[str, Any]], None] = lambda kind, message, model, values: None
+        # Wide open limits: what the upstream's tokenizer and context allow, only the upstream knows.
+        self.info = ModelInfo(spec.serves, INT32_MAX, INT32_MAX, 0, "unknown", "remote")
+        self.health = Health(since=clock())
+        self.counts: Counter[str] = Counter()
+        self.last_error: str | None = None
+        self._breaker = circuit.Breaker(spec.breaker)
+        self._busy_until = 0.0
+        self._key = read_api_key(spec)
+        self._transport = transport
+        self._client: httpx.AsyncClient | None = None
+        self._checking: asyncio.Task[None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def model(self) -> str:
+        return self.spec.serves
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing that is known speaks against asking it."""
+        return self._down() is None
+
+    @property
+    def breaker(self) -> circuit.Breaker:
+        return self._breaker
+
+    @property
+    def client(self) -> httpx.AsyncClient:
+        assert self._client is not None, "the backend was not started"
+        return self._client
+
+    def headers(self) -> dict[str, str]:
+        return {} if self._key is None else {"authorization": f"Bearer {self._key}"}
+
+    def candidate(self, body: GenerationFields) -> Candidate:
+        lacking = what_it_lacks(body, self.spec.dialect)
+        return Candidate(
+            self.name,
+            load=self.places.in_flight / self.spec.max_running,
+            free=self.places.free,
+            priority=self.spec.placement.priority,
+            classes=self.spec.placement.classes,
+            down=self._down(),
+            lacks=f"can't do {', '.join(lacking)}" if lacking else None,
+            busy=self.clock() < self._busy_until,
+        )
+
+    @property
+    def retry_after_s(self) -> float:
+        return self._breaker.retry_after_s(self.clock())
+
+    # What requests report.
+
+    def begin(self) -> circuit.Permit:
+        """A request goes out. Raises :class:`UpstreamFailure` when the breaker lets none pass."""
+        if not self._breaker.allows(self.clock()):
+            raise UpstreamFailure(f"The backend '{self.name}' is being left alone after failures.")
+        self.counts["requests"] += 1
+        self._breaker, permit = circuit.started(self._breaker, self.clock())
+        return permit
+
+    def answering(self, permit: circuit.Permit) -> None:
+        self._change(circuit.answering(self._breaker, permit))
+
+    def complete(self, permit: circuit.Permit) -> None:
+        self.counts["completed"] += 1
+        self._change(circuit.completed(self._breaker, permit))
+
+    def fail(self, permit: circuit.Permit, error: APIError, internal: str) -> None:
+        """``internal``: what the operator may know beyond what the client is told."""
+        self.counts[error.code or "error"] += 1
+        self.last_error = f"{error.message} ({internal})" if internal else error.message
+        if isinstance(error, UpstreamBusy):
+            self._busy_until = self.clock() + min(float(error.headers.get("retry-after", 1)), BUSY_FOR_S)
+        if isinstance(error, UpstreamFailure) and error.at_fault:
+            logger.warning("backend %s: %s", self.name, self.last_error)
+            self._change(circuit.failed(self._breaker, permit, self.clock()))
+        else:
+            # A refusal, too, is the answer of a server that is well.
+            self._change(circuit.completed(circuit.answering(self._breaker, permit), permit))
+
+    def abandon(self, permit: circuit.Permit) -> None:
+        self.counts["abandoned"] += 1
+        self._change(circuit.abandoned(self._breaker, permit))
+
+    def _change(self, breaker: circuit.Breaker) -> None:
+        was, self._breaker = self._breaker, breaker
+        if breaker.tripped and breaker.term != was.term:
+            message = f"circuit open for {breaker.opens_for_s:g} s: {self.last_error}"
+            logger.error("backend %s: %s", self.name, message)
+            if not was.tripped:
+                self._tell("backend_down", message)
+        elif was.tripped and not breaker.tripped:
+            logger.warning("backend %s answers again", self.name)
+            self._tell("backend_up", "answers again: circuit closed")
+
+    def _tell(self, kind: EventKind, what: str) -> None:
+        self.note(kind, f"backend {self.name}: {what}", self.model, {"backend": self.name})
+
+    # In the background.
+
+    async def start(self) -> None:
+        """Open the client and begin to check. Raises ApiKeyError or OSError for a file that can't be read."""
+        spec = self.spec
+        verify: ssl.SSLContext | bool = True
+        if spec.ca_file is not None:
+            verify = ssl.create_default_context(cafile=spec.ca_file)
+        self._client = httpx.AsyncClient(
+            base_url=spec.url,
+            # Reading is timed by whoever reads; nobody waits for a pool that has no limit.
+            timeout=httpx.Timeout(None, connect=spec.timeouts.connect_s),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=spec.max_running),
+            verify=verify,
+            transport=self._transport,
+            # The environment's proxies and .netrc are somebody else's wishes.
+            trust_env=False,
+        )
+        self._checking = asyncio.create_task(self._check_for_ever())
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        checking, self._checking = self._checking, None
+        if checking is not None:
+            checking.cancel()
+            with suppress(asyncio.CancelledError):
+                await checking
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def _check_for_ever(self) -> None:
+        while True:
+            try:
+                if self.spec.api_key_file is not None:
+                    # Secrets are rotated while the gateway runs.
+                    self._key = await asyncio.to_thread(read_api_key, self.spec)
+                await self.check()
+            except ApiKeyError as error:
+                logger.error("backend %s keeps its last key: %s", self.name, error)
+            except Exception:
+                logger.exception("checking backend %s failed; it is tried again", self.name)
+            await asyncio.sleep(self.spec.health.every_s)
+
+    async def check(self) -> None:
+        """Ask once whether it is there, and whether it serves the model."""
+        settings = self.spec.health
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                response = await self.client.get(settings.path, headers=self.headers())
+            problem = self._problem_in(response)
+        except TimeoutError:
+            problem = f"did not answer within {settings.timeout_s:g} s"
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        self._note_check(problem)
+
+    def _problem_in(self, response: httpx.Response) -> str | None:
+        if response.status_code != 200:
+            return f"answered {response.status_code} to {self.spec.health.path}"
+        if self.spec.health.path != "/models":
+            return None
+        try:
+            models = msgspec.json.decode(response.content, type=_ModelList).data
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return "answered /models with something that is no list of models; is its url right?"
+        wanted = self.spec.upstream_model
+        found = next((each for each in models if each.id == wanted), None)
+        if found is None:
+            served = ", ".join(each.id[:100] for each in models[:10]) or "nothing"
+            return f"does not serve '{wanted}'; it serves {served}"
+        self.health.max_model_len = found.max_model_len
+        return None
+
+    def _note_check(self, problem: str | None) -> None:
+        health = self.health
+        health.failures = 0 if problem is None else health.failures + 1
+        health.error = problem
+        if problem is None:
+            ok = True
+        elif health.failures >= self.spec.health.failures:
+            ok = False
+        else:
+            return
+        if ok is not health.ok:
+            was, health.ok, health.since = health.ok, ok, self.clock()
+            if not ok:
+                logger.error("backend %s is unhealthy: %s", self.name, problem)
+                self._tell("backend_down", f"unhealthy: {problem}")
+            elif was is False:
+                logger.warning("backend %s is healthy again", self.name)
+                self._tell("backend_up", "healthy again")
+
+    def _down(self) -> str | None:
+        now = self.clock()
+        if self.health.ok is False:
+            return f"unhealthy for {now - self.health.since:.0f} s"
+        if not self._breaker.allows(now):
+            state = self._breaker.state(now)
+            return "circuit half open, a probe is out" if state == "half_open" else "circuit open after failures"
+        return None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For operators: everything but the key."""
+        now, breaker, spec = self.clock(), self._breaker, self.spec
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "model": self.model,
+            "healthy": self.healthy,
+            "reason": self._down(),
+            "url": spec.url,
+            "upstream_model": spec.upstream_model,
+            "dialect": spec.dialect,
+            "priority": spec.placement.priority,
+            "classes": None if spec.placement.classes is None else sorted(spec.placement.classes),
+            "in_flight": self.places.in_flight,
+            "max_running": spec.max_running,
+            "max_in_flight": spec.max_in_flight,
+            "busy": now < self._busy_until,
+            "check": {
+                "ok": self.health.ok,
+                "for_s": round(now - self.health.since, 3),
+                "failures": self.health.failures,
+                "error": self.health.error,
+            },
+            "breaker": {
+                "state": breaker.state(now),
+                "failures": breaker.failures,
+                "retry_after_s": round(breaker.retry_after_s(now), 3),
+            },
+            "counts": dict(self.counts),
+            "last_error": self.last_error,
+        }

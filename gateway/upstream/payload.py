@@ -1,0 +1,81 @@
+"""From a checked request to what an upstream is sent, and what of it an upstream can't do. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.openai_types import ChatCompletionRequest, CompletionRequest, DecodingOptions, GenerationFields
+from gateway.planning import asked_fields
+from gateway.prompts import plain_messages
+from gateway.routing.spec import EXTENSIONS, SAMPLING_EXTENSIONS, Dialect
+
+_STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
+_CHAT = ("max_completion_tokens", "logprobs", "top_logprobs")
+_COMPLETION = ("logprobs",)
+# What each extension asks for when it asks for nothing: not worth refusing a request over.
+_NEUTRAL: dict[str, Any] = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False}
+
+CHARS_PER_TOKEN = 4
+"""Of common tokenizers on English text; an upstream's own is not known here."""
+
+
+def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
+    """Names of the fields of ``body`` that an upstream of ``dialect`` does not honour."""
+    allowed = EXTENSIONS[dialect]
+    lacking = [name for name in _extensions(body) if name not in allowed]
+    if "decoding" not in allowed:
+        lacking += [f"decoding.{name}" for name in decoding_wishes(body.decoding)]
+    return tuple(lacking)
+
+
+def decoding_wishes(options: DecodingOptions | None) -> list[str]:
+    """What of ``decoding`` only whoever decodes can fulfil; class and deadline are the gateway's own to heed."""
+    if options is None:
+        return []
+    return asked_fields(options) + (["acceptance"] if options.acceptance == "exact" else [])
+
+
+def payload(
+    body: GenerationFields, dialect: Dialect, upstream_model: str, temperature: float | None
+) -> tuple[str, dict[str, Any]]:
+    """The path below the upstream's URL, and the body.
+
+    Always streamed, whatever the client wants, so that an upstream that hangs is noticed. Labels (``user``,
+    ``metadata``) are for this gateway's operator and go no further. ``temperature`` None: the upstream's default.
+    """
+    fields = msgspec.to_builtins(body)
+    chat = isinstance(body, ChatCompletionRequest)
+    sent: dict[str, Any] = {"model": upstream_model, "stream": True, "stream_options": {"include_usage": True}}
+    if chat:
+        sent["messages"] = plain_messages(body.messages)
+    else:
+        assert isinstance(body, CompletionRequest)
+        sent["prompt"] = body.prompt
+    if temperature is not None:
+        sent["temperature"] = temperature
+    for name in (*_STANDARD, *(_CHAT if chat else _COMPLETION), *_extensions(body)):
+        if fields.get(name) is not None:
+            sent[name] = fields[name]
+    if "decoding" in EXTENSIONS[dialect] and (wishes := decoding_wishes(body.decoding)):
+        sent["decoding"] = {name: fields["decoding"][name] for name in wishes}
+    return ("/chat/completions" if chat else "/completions"), sent
+
+
+def estimated_prompt_tokens(body: GenerationFields) -> int:
+    """For policy rules only: exact for token ids, a guess by length for text."""
+    if isinstance(body, ChatCompletionRequest):
+        return sum(len(each["content"]) for each in plain_messages(body.messages)) // CHARS_PER_TOKEN
+    assert isinstance(body, CompletionRequest)
+    if isinstance(body.prompt, str):
+        return len(body.prompt) // CHARS_PER_TOKEN
+    if isinstance(body.prompt[0], int):
+        return len(body.prompt)
+    longest = (len(each) // CHARS_PER_TOKEN if isinstance(each, str) else len(each) for each in body.prompt
+               if not isinstance(each, int))  # fmt: skip
+    return max(longest, default=0)
+
+
+def _extensions(body: GenerationFields) -> list[str]:
+    return [name for name in SAMPLING_EXTENSIONS if getattr(body, name) not in (None, [], _NEUTRAL.get(name))]

@@ -1,0 +1,196 @@
+"""An upstream's answer under this gateway's name: streamed on, or gathered into one body."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from gateway.errors import APIError, handle_unexpected
+from gateway.openai_responses import RemoteReport
+from gateway.streaming import DONE
+from gateway.upstream.errors import UpstreamFailure
+from gateway.upstream.stream import ChoiceChunk, Chunk
+
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every event of the answer carries."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+
+@dataclass(slots=True)
+class CutAtDeadline:
+    """``hit``: the deadline ended the chunks."""
+
+    hit: bool = False
+
+    def shown_in(self, report: RemoteReport) -> RemoteReport:
+        if not self.hit:
+            return report
+        return msgspec.structs.replace(report, reason=f"{report.reason}; cut at its deadline")
+
+
+class RelayWriter:
+    """Chunks in, events out. Holds which choices are unfinished, since the last of them carries the report."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        report: RemoteReport,
+        sequences: int,
+        *,
+        include_usage: bool,
+        on_end: Callable[[RemoteReport], None],
+    ) -> None:
+        same = {"id": identity.id, "object": identity.object, "created": identity.created, "model": identity.model}
+        self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
+        self._usage_null = b',"usage":null' if include_usage else b""
+        self._chat = identity.object == "chat.completion.chunk"
+        self._include_usage = include_usage
+        self._unfinished = set(range(sequences))
+        self._usage: msgspec.Raw | None = None
+        self._report = report
+        self._on_end = on_end
+
+    def events(self, chunk: Chunk) -> bytes:
+        """The events of one chunk; empty if it has nothing to show."""
+        self._usage = chunk.usage or self._usage
+        if chunk.decoding is not None:
+            self._report = msgspec.structs.replace(self._report, upstream=chunk.decoding)
+        out = b""
+        for choice in chunk.choices:
+            if choice.finish_reason is not None:
+                self._unfinished.discard(choice.index)
+            last = choice.finish_reason is not None and not self._unfinished and not self._include_usage
+            decoding = b',"decoding":' + _encode(self._report) if last else b""
+            out += self._head + self._choice(choice) + b"]" + self._usage_null + decoding + b"}\n\n"
+        return out
+
+    def closing(self, cut: CutAtDeadline) -> bytes:
+        """What follows the last chunk: the end of choices that a deadline cut, and usage if the client wants it.
+
+        Usage that the upstream did not count stays null.
+        """
+        self._report = cut.shown_in(self._report)
+        end: dict[str, Any] = {"delta": msgspec.Raw(b"{}")} if self._chat else {"text": ""}
+        unfinished = sorted(self._unfinished)
+        out = self.events(Chunk([ChoiceChunk(index, finish_reason="length", **end) for index in unfinished]))
+        if self._include_usage:
+            usage = b"null" if self._usage is None else bytes(self._usage)
+            out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (usage, _encode(self._report))
+        self._on_end(self._report)
+        return out
+
+    def _choice(self, choice: ChoiceChunk) -> bytes:
+        logprobs = bytes(choice.logprobs) if choice.logprobs is not None else b"null"
+        if self._chat:
+            inside = b'"delta":%b' % (bytes(choice.delta) if choice.delta is not None else b"{}")
+        else:
+            inside = b'"text":%b' % _encode(choice.text or "")
+        return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
+            choice.index,
+            inside,
+            logprobs,
+            _encode(choice.finish_reason),
+        )
+
+
+async def relayed_events(
+    first: Chunk, rest: AsyncIterator[Chunk], writer: RelayWriter, close: Callable[[], None], cut: CutAtDeadline
+) -> AsyncGenerator[bytes, None]:
+    """The whole stream. As for engines, a failure after the first byte is an ``error`` event, never a silent end."""
+    try:
+        if out := writer.events(first):
+            yield out
+        async for chunk in rest:
+            if out := writer.events(chunk):
+                yield out
+        if out := writer.closing(cut):
+            yield out
+    except APIError as error:
+        yield b"data: %b\n\n" % error.body()
+    except Exception as error:
+        yield b"data: %b\n\n" % handle_unexpected(error, "a relayed stream").body()
+    finally:
+        close()
+    yield DONE
+
+
+@dataclass(slots=True)
+class GatheredChoice:
+    fields: dict[str, Any] = field(default_factory=dict)
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str = "length"
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Gathered:
+    """A whole answer, put together from its chunks."""
+
+    choices: list[GatheredChoice]
+    usage: msgspec.Raw | None = None
+    upstream: msgspec.Raw | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        """Raises :class:`UpstreamFailure` for a choice that was not asked for."""
+        self.usage = chunk.usage or self.usage
+        self.upstream = chunk.decoding or self.upstream
+        for part in chunk.choices:
+            if not 0 <= part.index < len(self.choices):
+                raise UpstreamFailure(f"The upstream sent choice {part.index}, which was not asked for.")
+            choice = self.choices[part.index]
+            choice.text += part.text or ""
+            choice.finish_reason = part.finish_reason or choice.finish_reason
+            if part.delta is not None:
+                _merge(choice.fields, msgspec.json.decode(part.delta))
+            logprobs = None if part.logprobs is None else msgspec.json.decode(part.logprobs)
+            if logprobs is not None:
+                choice.logprobs = choice.logprobs or {}
+                _merge(choice.logprobs, logprobs)
+
+    def report(self, report: RemoteReport) -> RemoteReport:
+        """With what the upstream, another medusa-gateway, said of its own decoding."""
+        return report if self.upstream is None else msgspec.structs.replace(report, upstream=self.upstream)
+
+    def body(self, identity: Identity, report: RemoteReport) -> bytes:
+        chat = identity.object == "chat.completion"
+        choices = []
+        for index, choice in enumerate(self.choices):
+            message = {"role": "assistant", "content": "", "refusal": None, **choice.fields}
+            answer = {"message": message} if chat else {"text": choice.text}
+            choices.append(
+                {"index": index, **answer, "logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
+            )
+        return _encode(
+            {
+                "id": identity.id,
+                "object": identity.object,
+                "created": identity.created,
+                "model": identity.model,
+                "choices": choices,
+                "usage": self.usage,
+                "decoding": report,
+            }
+        )
+
+
+def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
+    """Texts and lists grow from chunk to chunk; of other values the last one counts. The role is no text to grow."""
+    for name, value in more.items():
+        old = into.get(name)
+        if isinstance(old, str) and isinstance(value, str) and name != "role":
+            into[name] = old + value
+        elif isinstance(old, list) and isinstance(value, list):
+            old.extend(value)
+        elif value is not None or old is None:
+            into[name] = value
