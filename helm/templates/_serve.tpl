@@ -1,0 +1,37 @@
+{{/* The command line of `medusa-gateway serve`; gateway/commands/serve.py defines the flags. */}}
+{{- define "medusa-gateway.serveArgs" -}}
+- serve
+- {{ printf "--host=%s" .Values.listenAddress | quote }}
+- --port=8080
+- --insecure-allow-remote
+{{- include "medusa-gateway.modelArgs" . }}
+{{- with .Values.model }}
+{{- with .servedName }}
+- {{ printf "--served-model-name=%s" . | quote }}
+{{- end }}
+- --dtype={{ .dtype }}
+{{- with .maxLength }}
+- --max-model-len={{ . | int64 }}
+{{- end }}
+{{- end }}
+- --device={{ ternary "cuda" "cpu" .Values.gpu.enabled }}
+{{- with .Values.limits }}
+{{- with .maxRunning }}
+- --max-running={{ . | int64 }}
+{{- end }}
+- --max-queue={{ .maxQueue | int64 }}
+{{- with .kvTokens }}
+- --kv-tokens={{ . | int64 }}
+{{- end }}
+- --default-max-tokens={{ .defaultMaxTokens | int64 }}
+{{- with .deadlineSeconds }}
+- --deadline={{ . }}
+{{- end }}
+- --max-body-bytes={{ .maxBodyBytes | int64 }}
+{{- end }}
+- --policy=/etc/medusa-gateway/policy/policy.yaml
+- --drain-timeout={{ .Values.drain.timeoutSeconds }}
+{{- range .Values.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
