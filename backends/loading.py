@@ -27,6 +27,8 @@ from backends.types import ModelInfo
 
 log = logging.getLogger(__name__)
 
+# Where a model's config.json says that it was adapted together with its heads, and from which model.
+ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent / "assets" / "smollm2-135m-instruct-heads"
 
 # Sizes at which the cost table is measured; enough to see where a step stops being bound by memory.
@@ -100,6 +102,12 @@ class ModelParts:
     name: str
     accuracies: tuple[tuple[float, ...], ...] = ()
 
+    @property
+    def adapted_from(self) -> str:
+        """See :class:`backends.types.ModelInfo`; noted in the model's config by :mod:`backends.training.adapt`."""
+        note = getattr(self.model.config, ADAPTATION_NOTE, None)
+        return str(note.get("adapted_from", "")) if isinstance(note, dict) else ""
+
 
 def load_parts(options: EngineOptions) -> ModelParts:
     """Load from disk or hub. Raises as :func:`open_engine` does."""
@@ -150,6 +158,7 @@ def build_core(
         dtype=str(runner.dtype).removeprefix("torch."),
         device=str(runner.device),
         created=int(time.time()),
+        adapted_from=parts.adapted_from,
     )
     gate = DraftGate(cost, parts.accuracies)
     core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)

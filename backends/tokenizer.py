@@ -41,6 +41,9 @@ class HfTokenizer:
 
         return cls(AutoTokenizer.from_pretrained(model))
 
+    def save_pretrained(self, folder: Path) -> None:
+        self._hf.save_pretrained(folder)
+
     @property
     def eos_token_id(self) -> int | None:
         return self._hf.eos_token_id

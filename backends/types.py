@@ -50,7 +50,8 @@ class DecodingPlan:
     """How one request is decoded, and why.
 
     ``tree`` None lets the engine plan a tree every step from the heads' own probabilities and the measured cost of a
-    row, with at most ``max_nodes`` nodes and ``num_heads`` levels. A given tree is used as it is.
+    row, with at most ``max_nodes`` nodes and ``num_heads`` levels. A given tree is used as it is. ``adapted_from``: see
+    :class:`ModelInfo`; only reported.
     """
 
     method: Method = "medusa"
@@ -61,6 +62,7 @@ class DecodingPlan:
     rule: str = "default"
     reason: str = "default plan"
     policy_version: str = "embedded"
+    adapted_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,11 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The served model as other packages need to know it."""
+    """The served model as other packages need to know it.
+
+    ``adapted_from``: the model that this one was made from by training it together with its heads; its answers are not
+    that model's, and "lossless" means as *this* model decodes. Empty for a model as it was published.
+    """
 
     name: str
     max_model_len: int
@@ -184,6 +190,7 @@ class ModelInfo:
     dtype: str
     device: str
     created: int = 0
+    adapted_from: str = ""
 
 
 @dataclass(frozen=True, slots=True)

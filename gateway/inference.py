@@ -221,7 +221,7 @@ def plan_call(
         load=(load.running + load.waiting) / max(load.max_running, 1),
     )
     decision = controller.decide(facts, dry=dry)
-    plan = plan_for(body.decoding, decoder.info, decision)
+    plan = replace(plan_for(body.decoding, decoder.info, decision), adapted_from=decoder.info.adapted_from)
     arm = arm_of(plan, decision)
     return Planned(facts, decision, plan, controller.stats_key(facts, decision.bucket, arm))
 

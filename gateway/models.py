@@ -31,6 +31,7 @@ def model_card(backend: Backend) -> ModelCard:
         num_heads=info.num_heads,
         dtype=info.dtype,
         device=info.device,
+        adapted_from=info.adapted_from or None,
     )
 
 

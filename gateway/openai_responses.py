@@ -20,6 +20,8 @@ class DecodingReport(Struct):
 
     ``accepted_tokens_per_step`` counts every emitted token, so vanilla decoding has 1. ``speedup_estimate`` is against
     vanilla decoding in the same batch. ``lossless`` false: the answer may differ from vanilla decoding's.
+    ``adapted_from``: the model that the served one was adapted from together with its heads; the answer is the adapted
+    model's.
     """
 
     method: Literal["medusa", "vanilla"]
@@ -34,6 +36,7 @@ class DecodingReport(Struct):
     reason: str
     rule: str
     policy_version: str
+    adapted_from: str | None = None
 
 
 class RemoteReport(Struct):
@@ -117,7 +120,8 @@ class Completion(Struct):
 
 
 class ModelCard(Struct):
-    """``max_model_len``, ``num_heads``, ``dtype`` and ``device`` are extensions; null where only an upstream knows."""
+    """``max_model_len``, ``num_heads``, ``dtype``, ``device`` (null where only an upstream knows) and ``adapted_from``
+    are extensions."""
 
     id: str
     created: int
@@ -126,6 +130,7 @@ class ModelCard(Struct):
     num_heads: int
     dtype: str
     device: str
+    adapted_from: str | None = None
     object: Literal["model"] = "model"
 
 

@@ -65,6 +65,8 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
     reasons = [plan.reason, *(each.reason for each in stats)]
     if any(result.deadline_hit for result in results):
         reasons.append("cut at its deadline")
+    if plan.adapted_from:
+        reasons.append(f"this model was adapted from {plan.adapted_from}: its answers are its own")
     return DecodingReport(
         method=method if stats else plan.method,
         heads=max((each.num_heads for each in stats), default=plan.num_heads),
@@ -78,4 +80,5 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
         reason="; ".join(dict.fromkeys(reason for reason in reasons if reason)),
         rule=plan.rule,
         policy_version=plan.policy_version,
+        adapted_from=plan.adapted_from or None,
     )

@@ -285,15 +285,15 @@ def test_draft_vocabulary_is_what_training_answers_use_most(answers, states):
 def test_answers_are_the_models_own_and_generation_resumes(tmp_path):
     model, tokenizer = tiny_model(), tiny_tokenizer()
     backbone = Backbone("tiny", model, tokenizer, backbone_fingerprint(model))
-    core = backbone.engine(kv_tokens=1024)
     prompts = [{"id": str(i), "label": "chat", "prompt": "what is " + "abcdefg"[i:]} for i in range(5)]
     prompts.append({"id": "long", "prompt": "x" * 300})
     path = tmp_path / "answers.jsonl.gz"
-    generate_answers(core, tokenizer, prompts[:3], path, max_new_tokens=6)
-    with path.open("ab") as file:
-        file.write(gzip.compress(b'{"id": "torn", "prom')[:-12])
     done: list[int] = []
-    generate_answers(core, tokenizer, prompts, path, max_new_tokens=6, progress=done.append)
+    with backbone.engine(kv_tokens=1024) as core:
+        generate_answers(core, tokenizer, prompts[:3], path, max_new_tokens=6)
+        with path.open("ab") as file:
+            file.write(gzip.compress(b'{"id": "torn", "prom')[:-12])
+        generate_answers(core, tokenizer, prompts, path, max_new_tokens=6, progress=done.append)
     records = list(read_jsonl(path))
     assert len(done) == 2
     assert sorted(record["id"] for record in records) == ["0", "1", "2", "3", "4"]
@@ -305,19 +305,20 @@ def test_answers_are_the_models_own_and_generation_resumes(tmp_path):
 
 def test_sampled_answers_do_not_depend_on_interruption(tmp_path):
     model, tokenizer = tiny_model(), tiny_tokenizer()
-    core = Backbone("tiny", model, tokenizer, "").engine(kv_tokens=1024)
     prompts = [{"id": str(i), "prompt": "what is " + "abcdefg"[i:]} for i in range(5)]
 
     def answers(path: Path) -> dict[str, list[int]]:
         return {record["id"]: record["answer_ids"] for record in read_jsonl(path)}
 
-    whole, parts = tmp_path / "whole.jsonl.gz", tmp_path / "parts.jsonl.gz"
-    generate_answers(core, tokenizer, prompts, whole, temperature=1.0, max_new_tokens=6)
-    for some in (prompts[1:3], prompts):
-        generate_answers(core, tokenizer, some, parts, temperature=1.0, max_new_tokens=6)
+    whole, parts, other = (tmp_path / f"{name}.jsonl.gz" for name in ("whole", "parts", "other"))
+    with Backbone("tiny", model, tokenizer, "").engine(kv_tokens=1024) as core:
+        generate_answers(core, tokenizer, prompts, whole, temperature=1.0, max_new_tokens=6)
+        for some in (prompts[1:3], prompts):
+            generate_answers(core, tokenizer, some, parts, temperature=1.0, max_new_tokens=6)
+        generate_answers(core, tokenizer, prompts, other, temperature=1.0, max_new_tokens=6, seed=1)
     assert answers(parts) == answers(whole)
-    generate_answers(core, tokenizer, prompts, tmp_path / "other.jsonl.gz", temperature=1.0, max_new_tokens=6, seed=1)
-    assert answers(tmp_path / "other.jsonl.gz") != answers(whole)
+    assert answers(other) != answers(whole)
+    assert {answer.temperature for answer in read_answers([whole])} == {1.0}
 
 
 def test_bad_answers_are_named(tmp_path):
@@ -345,9 +346,10 @@ def test_from_answers_to_a_heads_folder(model, answers, tmp_path):
     assert described["backbone"]["fingerprint"] == backbone.fingerprint
     assert (described["num_heads"], described["draft_vocab_size"]) == (2, 21)
     assert described["accuracy"][0] == pytest.approx(report.accuracy["all"][0], abs=1e-5)
-    assert described["training"]["answers"] + report.answers == len(answers)
+    dropped = described["training"]["cleaning"]["dropped"]
+    assert described["training"]["answers"] + report.answers + sum(dropped.values()) == len(answers)
 
-    # Going on from these heads, with more answers: the same held-out answers, and no worse on them.
+    # Going on from these heads, every answer given twice: the same held-out answers, and no worse on them.
     longer = replace(
         run,
         answers=(path, path),
@@ -358,7 +360,9 @@ def test_from_answers_to_a_heads_folder(model, answers, tmp_path):
     )
     better = train_heads(backbone, longer, log=lambda line: None)
     assert better.rows == report.rows
-    assert describe_heads(tmp_path / "longer")["training"]["answers"] == 2 * described["training"]["answers"]
+    again = describe_heads(tmp_path / "longer")["training"]
+    assert again["answers"] == described["training"]["answers"]
+    assert again["cleaning"]["dropped"]["duplicate"] == 2 * dropped["duplicate"] + again["answers"]
     assert better.accuracy["all"][0][0] > report.accuracy["all"][0][0]
     with pytest.raises(TrainingError, match="to start from are"):
         train_heads(backbone, replace(longer, options=replace(OPTIONS, inner_size=8)), log=lambda line: None)

@@ -43,9 +43,10 @@ def generate_answers(
 ) -> None:
     """Append the model's answers to ``path`` (.jsonl.gz), skipping prompts answered there already.
 
-    Each prompt is one user message under the model's chat template; ``temperature`` 0 is greedy, and sampling is
-    seeded by the prompt's id, so that a resumed run gives the same answers. Prompts over ``max_prompt_tokens``, or too
-    long for the context, are left out. The order is shuffled: any first part of the file is a fair sample.
+    Each prompt is one user message under the model's chat template, or has its ``prompt_ids`` already; ``temperature``
+    0 is greedy, and sampling is seeded by the prompt's id, so that a resumed run gives the same answers. Prompts over
+    ``max_prompt_tokens``, or too long for the context, are left out. The order is shuffled: any first part of the file
+    is a fair sample.
     ``progress`` is called with the tokens of each finished answer.
     """
     done = list(read_jsonl(path)) if path.exists() else []
@@ -59,7 +60,7 @@ def generate_answers(
     while waiting or core.has_work:
         while waiting and len(asked) < core.config.max_running:
             prompt = waiting.pop()
-            ids = tokenizer.encode_chat([{"role": "user", "content": prompt["prompt"]}])
+            ids = prompt.get("prompt_ids") or tokenizer.encode_chat([{"role": "user", "content": prompt["prompt"]}])
             if len(ids) > max_prompt_tokens or len(ids) + max_new_tokens > core.config.max_model_len:
                 continue
             request_id = str(prompt["id"])
@@ -68,6 +69,7 @@ def generate_answers(
                 "label": prompt.get("label", ""),
                 "prompt_ids": ids,
                 "answer_ids": [],
+                "temperature": temperature,
             }
             sampling = SamplingParams(
                 temperature=temperature, seed=_seed_of(request_id, seed), max_tokens=max_new_tokens

@@ -36,6 +36,7 @@ class Answer:
     label: str
     prompt_ids: tuple[int, ...]
     answer_ids: tuple[int, ...]
+    temperature: float = 0.0
 
     @property
     def held_out(self) -> bool:
@@ -80,21 +81,30 @@ def read_answers(paths: Iterable[Path]) -> list[Answer]:
                         str(record.get("label", "")),
                         tuple(record["prompt_ids"]),
                         tuple(record["answer_ids"]),
+                        float(record.get("temperature", 0.0)),
                     )
                 )
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise AnswersError(f"{path}: record {number} needs id, prompt_ids and answer_ids ({error})") from None
     return [answer for answer in answers if answer.prompt_ids and len(answer.answer_ids) >= 2]
 
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Hidden states over answers. ``hidden`` [rows, H] bf16, ``tokens`` [rows] int64, ``starts`` [answers + 1]."""
+    """Hidden states over answers. ``hidden`` [rows, H] bf16, ``tokens`` [rows] int64, ``starts`` [answers + 1].
+
+    ``dropped``: indices of answers that are not trained on (:mod:`backends.training.cleaning`).
+    """
 
     answers: tuple[Answer, ...]
     hidden: torch.Tensor
     tokens: torch.Tensor
     starts: np.ndarray
+    dropped: frozenset[int] = frozenset()
+
+    @property
+    def training_indices(self) -> list[int]:
+        return [i for i, answer in enumerate(self.answers) if not answer.held_out and i not in self.dropped]
 
     def rows_of(self, answer_index: int) -> slice:
         return slice(int(self.starts[answer_index]), int(self.starts[answer_index + 1]))
@@ -113,10 +123,10 @@ class HiddenStates:
 
     def select(self, *, held_out: bool) -> torch.Tensor:
         """Row numbers of the held-out or of the training answers, [n] int64; last rows (no target) left out."""
+        held_indices = [i for i, answer in enumerate(self.answers) if answer.held_out]
         parts = [
             torch.arange(int(self.starts[i]), int(self.starts[i + 1]) - 1)
-            for i, answer in enumerate(self.answers)
-            if answer.held_out == held_out
+            for i in (held_indices if held_out else self.training_indices)
         ]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 

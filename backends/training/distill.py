@@ -6,13 +6,14 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from backends.heads import MedusaHeads, load_heads, save_heads
 from backends.training.answers import generate_answers, read_prompts
 from backends.training.backbone import Backbone
+from backends.training.cleaning import CleaningOptions, dropped_answers
 from backends.training.dataset import (
     Answer,
     AnswersError,
@@ -26,6 +27,7 @@ from backends.training.model_card import count_licences, write_model_card
 from backends.training.objective import OutputProjection, frequent_tokens
 from backends.training.progress import progress_bar
 from backends.training.trainer import HeadsTrainer, TrainingError, TrainingOptions
+from backends.training.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class TrainingRun:
 
     Held-out answers are taken from the first of the ``answers`` files only, so that adding others leaves the
     evaluation comparable. ``initial``: a heads folder to start from, whose sizes and draft vocabulary are kept.
+    ``temperatures``: without ``answers``, every prompt is answered once at each; greedy (0) should come first.
     """
 
     prompts: Path | None
@@ -45,6 +48,9 @@ class TrainingRun:
     initial: Path | None = None
     max_new_tokens: int = 192
     command: str = ""
+    temperatures: tuple[float, ...] = (0.0,)
+    cleaning: CleaningOptions = field(default_factory=CleaningOptions)
+    workers: Workers = field(default_factory=Workers)
 
 
 def train_heads(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], object] = print) -> EvaluationReport:
@@ -52,12 +58,7 @@ def train_heads(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], ob
 
     Raises :class:`AnswersError` for unusable input, :class:`TrainingError` when a checkpoint can't be resumed.
     """
-    first, *others = run.answers or (_generate(backbone, run, log),)
-    answers = read_answers([first]) + [answer for answer in read_answers(others) if not answer.held_out]
-    if not any(answer.held_out for answer in answers):
-        raise TrainingError("no held-out answers: bring more prompts (5% are kept for evaluation)")
-    states = collect_states(backbone, answers, run.work_dir / "hidden", log=log)
-    log(f"{len(answers)} answers, {len(states.tokens)} tokens")
+    states = training_states(backbone, run, log=log)
     initial = None
     if run.initial is not None:
         initial = load_heads(run.initial, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
@@ -65,28 +66,48 @@ def train_heads(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], ob
     else:
         draft_ids = frequent_tokens(states, run.options.draft_vocab_size, keep=backbone.end_token_ids)
     projection = OutputProjection.of_model(backbone.model, draft_ids)
-    trainer = HeadsTrainer(states, projection, run.options, work_dir=run.work_dir, initial=initial)
+    trainer = HeadsTrainer(states, projection, run.options, work_dir=run.work_dir, initial=initial, workers=run.workers)
     if run.resume and trainer.resume():
         log(f"resumed at step {trainer.step} of {trainer.total_steps}")
     started = time.monotonic()
     with progress_bar(trainer.total_steps, "training", "step", initial=trainer.step) as advance:
 
         def on_epoch(epoch: int) -> None:
-            log(f"after epoch {epoch}: {_brief(evaluate(trainer.heads, projection, states, node_counts=(7,)))}")
+            if run.workers.is_main:
+                report = evaluate(trainer.heads, trainer.projection, states, node_counts=(7,))
+                log(f"after epoch {epoch}: {_brief(report)}")
 
         heads = trainer.run(progress=lambda p: advance(1, f"loss {p.loss:.3f}"), on_epoch=on_epoch)
     log(f"trained in {time.monotonic() - started:.0f} s")
+    if not run.workers.is_main:
+        return evaluate(heads, trainer.projection, states)
     report = evaluate_and_save(backbone, heads, states, run)
     log(report_text(report))
     return report
 
 
-def evaluate_and_save(
-    backbone: Backbone, heads: MedusaHeads, states: HiddenStates, run: TrainingRun
-) -> EvaluationReport:
-    """Write the heads folder, read it back as an engine would, evaluate that on held-out answers, note the result."""
-    training = [answer for answer in states.answers if not answer.held_out]
-    config: dict[str, Any] = {
+def training_states(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], object]) -> HiddenStates:
+    """Hidden states over the run's answers (made here, if the run has only prompts), cleaned.
+
+    Raises :class:`AnswersError` for unusable input, :class:`TrainingError` when nothing is held out.
+    """
+    with run.workers.main_first():
+        first, *others = run.answers or _generate(backbone, run, log)
+        answers = read_answers([first]) + [answer for answer in read_answers(others) if not answer.held_out]
+        if not any(answer.held_out for answer in answers):
+            raise TrainingError("no held-out answers: bring more prompts (5% are kept for evaluation)")
+        states = collect_states(backbone, answers, run.work_dir / "hidden", log=log)
+    # The cache holds all answers, so that other cleaning options need no other cache.
+    dropped, cleaned = dropped_answers(states.answers, run.cleaning)
+    log(f"{len(states.answers)} answers, {len(states.tokens)} tokens; {cleaned}")
+    return replace(states, dropped=dropped)
+
+
+def heads_config(backbone: Backbone, states: HiddenStates, run: TrainingRun) -> dict[str, Any]:
+    """What ``config.json`` says about the heads' backbone and training."""
+    training = [states.answers[i] for i in states.training_indices]
+    _, cleaned = dropped_answers(states.answers, run.cleaning)
+    return {
         "backbone": {
             "name": backbone.name,
             "fingerprint": backbone.fingerprint,
@@ -98,10 +119,19 @@ def evaluate_and_save(
             "answers": len(training),
             "tokens": sum(len(answer.answer_ids) for answer in training),
             "answers_by_class": dict(Counter(answer.label or "unlabelled" for answer in training)),
+            "answers_by_temperature": dict(Counter(str(answer.temperature) for answer in training)),
+            "cleaning": {**dataclasses.asdict(run.cleaning), **cleaned.to_json()},
             "licences": count_licences(read_prompts(run.prompts) if run.prompts else (), training),
             "command": run.command,
         },
     }
+
+
+def evaluate_and_save(
+    backbone: Backbone, heads: MedusaHeads, states: HiddenStates, run: TrainingRun
+) -> EvaluationReport:
+    """Write the heads folder, read it back as an engine would, evaluate that on held-out answers, note the result."""
+    config = heads_config(backbone, states, run)
     save_heads(heads, run.out, config=config)
     saved = load_heads(run.out, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
     report = evaluate(saved, OutputProjection.of_model(backbone.model, saved.draft_token_ids), states)
@@ -178,17 +208,24 @@ def answer_prompts(
     records = read_prompts(prompts)
     path.parent.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    core = backbone.engine(kv_tokens=32 * (options.max_prompt_tokens + options.max_new_tokens))
-    with progress_bar(len(records), "answers", "answer") as advance:
+    with (
+        backbone.engine(kv_tokens=32 * (options.max_prompt_tokens + options.max_new_tokens)) as core,
+        progress_bar(len(records), "answers", "answer") as advance,
+    ):
         generate_answers(
             core, backbone.tokenizer, records, path, **dataclasses.asdict(options), progress=lambda tokens: advance(1)
         )
     log(f"answers ready in {path} after {time.monotonic() - started:.0f} s")
 
 
-def _generate(backbone: Backbone, run: TrainingRun, log: Callable[[str], object]) -> Path:
+def _generate(backbone: Backbone, run: TrainingRun, log: Callable[[str], object]) -> list[Path]:
+    """One file of answers for each temperature."""
     if run.prompts is None:
         raise AnswersError("give --answers, or --prompts to have the model answer them first")
-    path = run.work_dir / "answers.jsonl.gz"
-    answer_prompts(backbone, run.prompts, path, AnswerOptions(max_new_tokens=run.max_new_tokens), log=log)
-    return path
+    paths = []
+    for temperature in run.temperatures:
+        name = "answers.jsonl.gz" if temperature == 0 else f"answers-{temperature:g}.jsonl.gz"
+        options = AnswerOptions(temperature=temperature, max_new_tokens=run.max_new_tokens)
+        answer_prompts(backbone, run.prompts, run.work_dir / name, options, log=log)
+        paths.append(run.work_dir / name)
+    return paths

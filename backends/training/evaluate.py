@@ -45,11 +45,11 @@ def guess(
     dtype = projection.lm_head_rows.dtype
     for part in rows.split(batch_size):
         pending = projection.embeddings[states.tokens[part]].to(dtype)
-        guessed = heads.propose_hidden(states.hidden[part].to(dtype), pending)
+        guessed = heads.propose_hidden(states.hidden[part].to(projection.lm_head_rows), pending)
         logits = torch.nn.functional.linear(guessed, projection.lm_head_rows).float()
         best = logits.topk(min(ranks, logits.shape[-1]), dim=-1)
-        probabilities.append((best.values - logits.logsumexp(dim=-1, keepdim=True)).exp())
-        ids = best.indices
+        probabilities.append((best.values - logits.logsumexp(dim=-1, keepdim=True)).exp().cpu())
+        ids = best.indices.cpu()
         if projection.draft_token_ids is not None:
             ids = projection.draft_token_ids[ids].long()
         tokens.append(ids)
@@ -184,7 +184,7 @@ def evaluate(
 ) -> EvaluationReport:
     """Evaluate on the held-out answers of ``states``. The static tree is the best for the measured accuracies."""
     rows = states.select(held_out=True)
-    guesses = guess(heads.eval(), projection, states, rows)
+    guesses = guess(heads.eval().to(projection.lm_head_rows.device), projection, states, rows)
     targets = states.targets(heads.num_heads)[:, rows]
     label_of_row: list[str] = []
     held_out = [answer for answer in states.answers if answer.held_out]

@@ -30,6 +30,12 @@ class OutputProjection:
         rows = lm_head if draft_token_ids is None else lm_head[draft_token_ids.long()]
         return cls(rows.contiguous(), model.get_input_embeddings().weight.detach(), draft_token_ids)
 
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> OutputProjection:
+        """The same tensors on ``device``, in the ``dtype`` that the matmuls are to have (None: as they are)."""
+        return OutputProjection(
+            self.lm_head_rows.to(device, dtype), self.embeddings.to(device, dtype), self.draft_token_ids
+        )
+
     def draft_index(self, tokens: torch.Tensor) -> torch.Tensor:
         """Column of each token among the draft vocabulary; -1 for those outside and for negative tokens."""
         if self.draft_token_ids is None:
@@ -46,14 +52,7 @@ def frequent_tokens(states: HiddenStates, size: int | None, *, keep: tuple[int, 
     """
     if size is None:
         return None
-    rows = torch.cat(
-        [
-            torch.arange(r.start, r.stop)
-            for i, a in enumerate(states.answers)
-            if not a.held_out
-            for r in (states.rows_of(i),)
-        ]
-    )
+    rows = torch.cat([torch.arange(r.start, r.stop) for r in map(states.rows_of, states.training_indices)])
     counts = torch.bincount(states.tokens[rows])
     counts[list(keep)] = counts.max() + 1
     chosen = torch.argsort(counts, descending=True, stable=True)[:size]
@@ -69,6 +68,9 @@ class Targets:
 
     columns: torch.Tensor
     shares: torch.Tensor
+
+    def to(self, device: torch.device) -> Targets:
+        return Targets(self.columns.to(device), self.shares.to(device))
 
     @classmethod
     def of_columns(cls, columns: torch.Tensor) -> Targets:
@@ -92,7 +94,7 @@ class Teacher:
         self.probabilities = torch.empty((rows, ranks), dtype=torch.float32)
         for begin in range(0, rows, batch_size):
             part = slice(begin, begin + batch_size)
-            hidden = states.hidden[part].to(projection.lm_head_rows.dtype)
+            hidden = states.hidden[part].to(projection.lm_head_rows)
             logits = nn.functional.linear(hidden, projection.lm_head_rows).float()
             best = logits.topk(ranks, dim=1)
             self.columns[part] = best.indices.to(torch.int32)
@@ -153,17 +155,20 @@ def heads_loss(
     dropout: float = 0.0,
     head_loss_decay: float = 0.8,
     chunk: int = 512,
+    known_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each head's mean cross-entropy over its targets, weighted ``decay ** head``, over the weights' sum: one float32.
 
-    ``hidden`` [n, H], ``pending`` [n] token ids.
+    ``hidden`` [n, H], ``pending`` [n] token ids. ``known_counts`` [heads]: how many targets the mean is over, when
+    these rows are only a part of a batch (the parts' losses then add up to the batch's); None: as many as are here.
     """
     inputs = heads.block_input(hidden, projection.embeddings[pending].to(hidden.dtype))
     inner = nn.functional.silu(heads.up(inputs.expand(heads.num_heads, -1, -1)))
     guessed = hidden + heads.down(nn.functional.dropout(inner, dropout, training=heads.training))
     decay = head_loss_decay ** torch.arange(heads.num_heads, dtype=torch.float32, device=hidden.device)
     known = targets.shares.sum(dim=-1) > 0
-    weight = (decay / decay.sum() / known.sum(dim=1).clamp(min=1)).unsqueeze(1).expand(known.shape)
+    counts = known.sum(dim=1) if known_counts is None else known_counts
+    weight = (decay / decay.sum() / counts.clamp(min=1)).unsqueeze(1).expand(known.shape)
     loss = _CrossEntropyOverRows.apply(
         guessed.flatten(0, 1),
         projection.lm_head_rows,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from backends.heads import HeadInput, MedusaHeads
 from backends.training.dataset import HiddenStates
 from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss
+from backends.training.workers import Workers
 
 CHECKPOINT_FILE = "checkpoint.pt"
 
@@ -29,7 +31,9 @@ class TrainingOptions:
     """``head_loss_decay``: head ``i`` counts ``decay ** i`` in the loss (0.8 in the Medusa paper, section 2.2.1).
 
     ``soft_share``: how much of a target is the backbone's distribution (its ``soft_ranks`` likeliest tokens) rather
-    than the one token that the answer has.
+    than the one token that the answer has (the loss is then a KL divergence to both, up to a constant).
+    ``precision``: dtype of the matmuls, parameters and optimiser being float32 always; "auto": as the backbone was
+    loaded. ``accumulation``: in how many parts a batch goes through, each worker's share being cut so.
     """
 
     num_heads: int = 4
@@ -46,6 +50,13 @@ class TrainingOptions:
     soft_share: float = 0.8
     soft_ranks: int = 16
     seed: int = 0
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    accumulation: int = 1
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What ``precision`` asks for; None for "auto"."""
+        return {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}[self.precision]
 
 
 def learning_rate_at(step: int, total_steps: int, options: TrainingOptions) -> float:
@@ -77,9 +88,11 @@ class HeadsTrainer:
         *,
         work_dir: Path,
         initial: MedusaHeads | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.states = states
-        self.projection = projection
+        self.workers = workers or Workers()
+        self.projection = projection = projection.to(self.workers.device, options.dtype)
         self.options = options
         self.work_dir = work_dir
         self.rows = states.select(held_out=False)
@@ -101,6 +114,7 @@ class HeadsTrainer:
             if trained != wanted:
                 raise TrainingError(f"the heads to start from are {trained}, the options ask for {wanted}")
             self.heads.load_state_dict(initial.state_dict())
+        self.heads.to(self.workers.device)
         self.optimizer = torch.optim.AdamW(
             self.heads.parameters(),
             lr=options.learning_rate,
@@ -151,31 +165,45 @@ class HeadsTrainer:
         return self.rows[torch.randperm(len(self.rows), generator=generator)]
 
     def _train_batch(self, rows: torch.Tensor) -> float:
-        # Dropout is keyed by the step, so that a resumed run draws the same masks.
-        torch.manual_seed(self.options.seed * 1_000_003 + self.step)
         self.heads.train()
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(self.step, self.total_steps, self.options)
+        # Known to every worker without asking the others, since all of them know the whole batch.
+        known = (self.target_columns[:, rows] >= 0).sum(dim=1).to(self.workers.device)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = torch.zeros((), device=self.workers.device)
+        for number, part in enumerate(self.workers.share(rows).tensor_split(self.options.accumulation)):
+            if len(part):
+                loss += self._backward(part, known, number)
+        self.workers.sum_gradients(self.heads.parameters())
+        nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        self.optimizer.step()
+        return self.workers.sum(loss).item()
+
+    def _backward(self, rows: torch.Tensor, known: torch.Tensor, number: int) -> torch.Tensor:
+        """Add the gradients of a part of a batch; returns its loss, to be added to those of the other parts."""
+        options, device = self.options, self.workers.device
+        # Dropout is keyed by the step, so that a resumed run draws the same masks.
+        part = self.workers.index * options.accumulation + number
+        torch.manual_seed(options.seed * 1_000_003 + self.step + part * 1_000_000_007)
         columns = self.target_columns[:, rows]
-        targets = (
-            self.teacher.mix(rows, columns, self.options.soft_share) if self.teacher else Targets.of_columns(columns)
-        )
+        targets = self.teacher.mix(rows, columns, options.soft_share) if self.teacher else Targets.of_columns(columns)
         loss = heads_loss(
             self.heads,
             self.projection,
-            self.states.hidden[rows].to(self.projection.lm_head_rows.dtype),
-            self.states.tokens[rows],
-            targets,
-            dropout=self.options.dropout,
-            head_loss_decay=self.options.head_loss_decay,
+            self.states.hidden[rows].to(self.projection.lm_head_rows),
+            self.states.tokens[rows].to(device),
+            targets.to(device),
+            dropout=options.dropout,
+            head_loss_decay=options.head_loss_decay,
+            known_counts=known,
         )
-        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        self.optimizer.step()
-        return loss.item()
+        return loss.detach()
 
     def save_checkpoint(self) -> None:
+        if not self.workers.is_main:
+            return
         self.work_dir.mkdir(parents=True, exist_ok=True)
         staged = self.work_dir / f".{CHECKPOINT_FILE}.tmp"
         torch.save(
@@ -198,8 +226,10 @@ class HeadsTrainer:
         path = self.work_dir / CHECKPOINT_FILE
         if not path.exists():
             return False
-        saved = torch.load(path, weights_only=True)
-        if saved["options"] != dataclasses.asdict(self.options) or saved["training_rows"] != len(self.rows):
+        saved = torch.load(path, weights_only=True, map_location="cpu")
+        # A checkpoint from before an option existed was made with its default.
+        options = dataclasses.asdict(TrainingOptions()) | saved["options"]
+        if options != dataclasses.asdict(self.options) or saved["training_rows"] != len(self.rows):
             raise TrainingError(f"{path} was made with other options or answers; delete it or drop --resume")
         self.heads.load_state_dict(saved["heads"])
         self.optimizer.load_state_dict(saved["optimizer"])

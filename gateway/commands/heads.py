@@ -8,11 +8,14 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from backends.training.backbone import Backbone
+    from backends.training.cleaning import CleaningOptions
+    from backends.training.workers import Workers
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,7 +49,18 @@ def add_parser(subparsers: Any) -> None:
     )
     train.add_argument("--dropout", type=float, default=0.15)
     train.add_argument("--weight-decay", type=float, default=0.05)
+    train.add_argument(
+        "--precision",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="of products; parameters are always float32",
+    )
+    train.add_argument("--accumulation", type=int, default=1, help="parts in which a batch goes through")
     train.add_argument("--max-new-tokens", type=int, default=192, help="length of generated answers")
+    train.add_argument(
+        "--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="one answer to each prompt at each"
+    )
+    _add_cleaning(train)
     train.add_argument("--seed", type=int, default=0)
     train.set_defaults(run=run_train)
 
@@ -75,6 +89,7 @@ def add_parser(subparsers: Any) -> None:
 def run_train(args: argparse.Namespace) -> int:
     from backends.training.distill import TrainingRun, train_heads
     from backends.training.trainer import TrainingOptions
+    from backends.training.workers import joined_workers
 
     options = TrainingOptions(
         num_heads=args.heads,
@@ -88,6 +103,8 @@ def run_train(args: argparse.Namespace) -> int:
         weight_decay=args.weight_decay,
         draft_vocab_size=args.draft_vocab or None,
         seed=args.seed,
+        precision=args.precision,
+        accumulation=args.accumulation,
     )
     run = TrainingRun(
         prompts=args.prompts,
@@ -99,8 +116,15 @@ def run_train(args: argparse.Namespace) -> int:
         initial=args.init,
         max_new_tokens=args.max_new_tokens,
         command=shlex.join(["medusa-gateway", *sys.argv[1:]]),
+        temperatures=tuple(args.temperatures),
+        cleaning=_cleaning(args),
     )
-    return _reporting_errors(lambda: train_heads(_backbone(args), run))
+
+    def train() -> None:
+        with joined_workers() as workers:
+            train_heads(_backbone(args, workers), replace(run, workers=workers), log=_log_of(workers))
+
+    return _reporting_errors(train)
 
 
 def run_answers(args: argparse.Namespace) -> int:
@@ -136,10 +160,27 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
 
 
-def _backbone(args: argparse.Namespace) -> Backbone:
+def _add_cleaning(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--min-tokens", type=int, default=8, help="shorter answers are not trained on; default: %(default)s")
+    add("--max-repetition", type=float, default=0.6, help="nor are those with a larger share of repeated 4-grams")
+    add("--balance", type=float, default=4.0, help="most answers of a class for one of the smallest class; 0: any")
+
+
+def _cleaning(args: argparse.Namespace) -> CleaningOptions:
+    from backends.training.cleaning import CleaningOptions
+
+    return CleaningOptions(args.min_tokens, args.max_repetition, args.balance)
+
+
+def _backbone(args: argparse.Namespace, workers: Workers | None = None) -> Backbone:
     from backends.training.backbone import load_backbone
 
-    return load_backbone(args.model, threads=args.threads)
+    return load_backbone(args.model, threads=args.threads, device="cpu" if workers is None else str(workers.device))
+
+
+def _log_of(workers: Workers) -> Callable[[str], object]:
+    return print if workers.is_main else lambda line: None
 
 
 def _reporting_errors(work: Callable[[], object]) -> int:
