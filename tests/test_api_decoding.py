@@ -33,6 +33,7 @@ REPORT_FIELDS = {
     "reason",
     "rule",
     "policy_version",
+    "adapted_from",
 }
 
 
@@ -153,6 +154,14 @@ def test_a_report_of_an_engine_that_fell_back() -> None:
     result = ChoiceResult(stats=GenerationStats(method="vanilla", steps=5, emitted_tokens=5, reason="fell back"))
     report = decoding_report(DecodingPlan(reason="default"), [result])
     assert (report.method, report.reason) == ("vanilla", "default; fell back")
+
+
+def test_a_report_of_an_adapted_model_says_so() -> None:
+    result = ChoiceResult(stats=stats(steps=1, emitted_tokens=1, speedup_estimate=1.0, reason="as planned"))
+    report = decoding_report(DecodingPlan(reason="why", adapted_from="m"), [result])
+    assert report.adapted_from == "m"
+    assert "this model was adapted from m: its answers are its own" in report.reason
+    assert decoding_report(DecodingPlan(), [result]).adapted_from is None
 
 
 def test_a_report_without_stats() -> None:
