@@ -35,8 +35,10 @@ def model_card(folder: Path) -> str:
     config = read_heads_config(folder)
     facts = describe_heads(folder)
     backbone, training, held_out = config["backbone"], config["training"], config["held_out"]
-    options = training["options"]
+    adapted = backbone.get("adapted_from")
     classes = ", ".join(f"{label} {count}" for label, count in sorted(training["answers_by_class"].items()))
+    by_temperature = training.get("answers_by_temperature", {})
+    temperatures = "".join(f"; {count} at temperature {t}" for t, count in sorted(by_temperature.items()))
     lines = [
         f"# Medusa heads for {backbone['name']}",
         "",
@@ -56,8 +58,9 @@ def model_card(folder: Path) -> str:
         "",
         "## Data",
         "",
-        f"The backbone's own greedy answers (self-distillation): {training['answers']:,} answers,"
-        f" {training['tokens']:,} tokens ({classes}).",
+        f"{'The original' if adapted else 'The'} backbone's own answers (self-distillation):"
+        f" {training['answers']:,} answers,"
+        f" {training['tokens']:,} tokens ({classes}{temperatures}).",
         "Another 5% of the prompts, chosen by a hash of their id, were kept out for the evaluation below."
         " Licences of the prompts, with the number of answers trained on:",
         "",
@@ -67,6 +70,14 @@ def model_card(folder: Path) -> str:
     for licence, sources in training.get("licences", {}).items():
         named = ", ".join(f"{source} ({count})" for source, count in sources.items())
         lines.append(f"| {licence} | {sum(sources.values()):,} | {named} |")
+    if adapted:
+        lines[3:3] = [
+            f"**The backbone was changed.** {backbone['name']} was made from {adapted['name']} (fingerprint"
+            f" `{adapted['fingerprint']}`) by training it together with the heads; its answers are its own:"
+            f" {backbone['drift']['divergence']:.4f} nats of KL divergence a token, and the same likeliest token at"
+            f" {100 * backbone['drift']['agreement']:.1f}% of positions.",
+            "",
+        ]
     lines += [
         "",
         "## To make them again",
@@ -75,9 +86,7 @@ def model_card(folder: Path) -> str:
         training["command"],
         "```",
         "",
-        f"{options['epochs']} epochs, {options['batch_size']} positions a step, AdamW, peak learning rate"
-        f" {options['learning_rate']:g}, weight decay {options['weight_decay']:g}, dropout {options['dropout']:g},"
-        f" seed {options['seed']}.",
+        "AdamW, linear warm-up and cosine; " + ", ".join(f"{k} {v}" for k, v in training["options"].items()) + ".",
         "",
         f"## Accuracy on {held_out['answers']} held-out answers ({held_out['rows']:,} positions)",
         "",

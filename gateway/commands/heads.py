@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backends.training.backbone import Backbone
     from backends.training.cleaning import CleaningOptions
+    from backends.training.joint import JointOptions
     from backends.training.workers import Workers
 
 
@@ -37,13 +38,28 @@ def add_parser(subparsers: Any) -> None:
     train.add_argument("--out", type=Path, required=True, help="folder for the heads")
     train.add_argument("--work-dir", type=Path, help="answers, states and checkpoints; default: OUT.work")
     train.add_argument("--resume", action="store_true", help="go on from the checkpoint in the work dir")
+    train.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="1: heads on the frozen model; 2: heads from --init and the model together, which changes its answers",
+    )
     train.add_argument("--heads", type=int, default=4)
     train.add_argument("--inner", type=int, default=1152, help="width of each head's block")
     train.add_argument("--input", choices=("hidden", "hidden+token"), default="hidden+token")
     train.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens to draft from; 0: all")
-    train.add_argument("--epochs", type=int, default=6)
-    train.add_argument("--batch", type=int, default=1024, help="positions a step")
-    train.add_argument("--lr", type=float, default=3e-3)
+    train.add_argument("--epochs", type=int, help="default: 6; in stage 2: 1")
+    train.add_argument("--batch", type=int, help="positions a step, default 1024; in stage 2 answers, default 8")
+    train.add_argument("--lr", type=float, help="peak for the heads; default: 3e-3; in stage 2: 1e-3")
+    train.add_argument("--backbone-lr", type=float, default=2.5e-4, help="stage 2: peak for the model; %(default)s")
+    train.add_argument("--lora-rank", type=int, default=16, help="stage 2; default: %(default)s")
+    train.add_argument(
+        "--alignment",
+        type=float,
+        default=1.0,
+        help="stage 2: how strongly the model is held to what it was; %(default)s",
+    )
     train.add_argument(
         "--soft-share", type=float, default=0.8, help="share of a target that is the model's distribution"
     )
@@ -87,6 +103,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    from backends.training.adapt import adapt_backbone
     from backends.training.distill import TrainingRun, train_heads
     from backends.training.trainer import TrainingOptions
     from backends.training.workers import joined_workers
@@ -95,9 +112,9 @@ def run_train(args: argparse.Namespace) -> int:
         num_heads=args.heads,
         inner_size=args.inner,
         head_input=args.input,
-        epochs=args.epochs,
-        batch_size=args.batch,
-        learning_rate=args.lr,
+        epochs=args.epochs or 6,
+        batch_size=args.batch or 1024,
+        learning_rate=args.lr or 3e-3,
         soft_share=args.soft_share,
         dropout=args.dropout,
         weight_decay=args.weight_decay,
@@ -122,9 +139,30 @@ def run_train(args: argparse.Namespace) -> int:
 
     def train() -> None:
         with joined_workers() as workers:
-            train_heads(_backbone(args, workers), replace(run, workers=workers), log=_log_of(workers))
+            backbone, shared, log = _backbone(args, workers), replace(run, workers=workers), _log_of(workers)
+            if args.stage == 2:
+                adapt_backbone(backbone, shared, _joint_options(args), log=log)
+            else:
+                train_heads(backbone, shared, log=log)
 
     return _reporting_errors(train)
+
+
+def _joint_options(args: argparse.Namespace) -> JointOptions:
+    from backends.training.joint import JointOptions
+
+    return JointOptions(
+        rank=args.lora_rank,
+        alpha=2 * args.lora_rank,
+        epochs=args.epochs or 1,
+        answers_per_batch=args.batch or 8,
+        heads_learning_rate=args.lr or 1e-3,
+        backbone_learning_rate=args.backbone_lr,
+        alignment=args.alignment,
+        soft_share=args.soft_share,
+        accumulation=args.accumulation,
+        seed=args.seed,
+    )
 
 
 def run_answers(args: argparse.Namespace) -> int:

@@ -1,0 +1,50 @@
+"""A tiny model that has learnt something: sentences over invented words, where the next letters can be foreseen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from backends.tiny import tiny_model, tiny_tokenizer
+
+# Few letters, so that a word is known only from several of them.
+_rng = random.Random(7)
+WORDS = tuple("".join(_rng.choice("abcdefgh") for _ in range(6)) for _ in range(24))
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    """Each word leaves three choices for the next."""
+    at = rng.randrange(len(WORDS))
+    spoken = []
+    for _ in range(words):
+        spoken.append(WORDS[at])
+        at = (at * 5 + rng.choice((1, 2, 7))) % len(WORDS)
+    return " ".join(spoken)
+
+
+def toy_model(*, steps: int = 120, seed: int = 0) -> Any:
+    """The tiny model after a few seconds of training to go on with a sentence."""
+    tokenizer, rng = tiny_tokenizer(), random.Random(seed)
+    model = tiny_model(seed=seed)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.08)
+    model.train().requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.15)
+    for _ in range(steps):
+        batch = []
+        for _ in range(16):
+            words = sentence(rng, 10).split(" ")
+            question = tokenizer.encode_chat([{"role": "user", "content": " ".join(words[:2])}])
+            batch.append((question + tokenizer.encode(" ".join(words[2:])))[:56])
+        ids = torch.tensor(batch)
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        schedule.step()
+    return model.eval().requires_grad_(False)
