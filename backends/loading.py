@@ -116,7 +116,8 @@ def load_parts(options: EngineOptions) -> ModelParts:
 
     if options.model == TINY_MODEL_NAME:
         dtype = _dtype(options.dtype, torch.device("cpu"))
-        return ModelParts(tiny_model(dtype=dtype), tiny_tokenizer(), tiny_heads(), TINY_MODEL_NAME)
+        name = options.served_name or TINY_MODEL_NAME
+        return ModelParts(tiny_model(dtype=dtype), tiny_tokenizer(), tiny_heads(), name)
     transformers_logging.disable_progress_bar()
     folder = str(prepare_demo_model()) if options.model is None else options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Struct
 
 FinishReasonOut = Literal["stop", "length"]
 
@@ -48,7 +48,7 @@ class RemoteReport(Struct):
     reason: str
     rule: str
     policy_version: str
-    upstream: Raw | None = None
+    upstream: Any = None
     method: Literal["remote"] = "remote"
 
 

@@ -50,7 +50,7 @@ class Source:
             return None
         if node.tag not in _SCALAR_TAGS:
             tag = node.tag.removeprefix("tag:yaml.org,2002:")
-            hint = "put it in quotes" if tag == "timestamp" else "tags have no use in a policy; remove it"
+            hint = "put it in quotes" if tag == "timestamp" else "tags have no use here; remove it"
             self.complain(node, path, f"expected {expected}, not a value of type '{tag}'; {hint}")
             return None
         try:
@@ -110,14 +110,14 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def compose(content: bytes, file: str) -> yaml.Node:
-    """The root node of a policy file. Raises :class:`PolicyError`."""
+def compose(content: bytes, file: str, what: str = "policy", shortest: str = "version: 1") -> yaml.Node:
+    """The root node of a file, which messages call ``what``. Raises :class:`PolicyError`."""
 
     def refuse(line: int, message: str) -> PolicyError:
         return PolicyError(file, [Problem(line, "", message)])
 
     if len(content) > MAX_BYTES:
-        raise refuse(1, f"the file has {len(content)} bytes; a policy may have {MAX_BYTES}")
+        raise refuse(1, f"the file has {len(content)} bytes; a {what} may have {MAX_BYTES}")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -135,13 +135,13 @@ def compose(content: bytes, file: str) -> yaml.Node:
         line = text[: int(error.position)].count("\n") + 1
         raise refuse(line, "has a control character that YAML does not allow; remove it") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise refuse(1, f"is not YAML that a policy could need: {type(error).__name__}") from None
+        raise refuse(1, f"is not YAML that a {what} could need: {type(error).__name__}") from None
     documents = [each for each in documents if each is not None]
     if not documents:
-        raise refuse(1, "is empty; the shortest policy is 'version: 1'")
+        raise refuse(1, f"is empty; the shortest {what} is '{shortest}'")
     if len(documents) > 1:
         line = documents[1].start_mark.line + 1
-        raise refuse(line, "has a second document after '---'; a policy is one document")
+        raise refuse(line, f"has a second document after '---'; a {what} is one document")
     return documents[0]
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 
+from gateway.routing.backends import Backends
 from gateway.server import GatewayServer, bind, url_of
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState, ServedModel
@@ -66,12 +67,15 @@ class LiveGateway:
 
 @contextmanager
 def running_gateway(
-    settings: GatewaySettings | None = None, decoder: FakeDecoder | None = None, **state_fields: Any
+    settings: GatewaySettings | None = None,
+    decoder: FakeDecoder | None = None,
+    backends: Backends | None = None,
+    **state_fields: Any,
 ) -> Iterator[LiveGateway]:
-    """Serve until the block ends; then a drain must leave no sequence behind."""
+    """Serve until the block ends; then a drain must leave no sequence behind. ``backends``: instead of ``decoder``."""
     decoder = decoder or FakeDecoder()
     tokenizer = FakeTokenizer()
-    state = GatewayState.create({decoder.info.name: ServedModel(decoder, tokenizer)}, settings)
+    state = GatewayState.create(backends or {decoder.info.name: ServedModel(decoder, tokenizer)}, settings)
     if state_fields:
         state = replace(state, **state_fields)
     ready = threading.Event()

@@ -14,8 +14,12 @@ from gateway.settings import GatewaySettings, is_loopback
 
 if TYPE_CHECKING:
     from gateway.controller import Controller
+    from gateway.routing.backends import Backends
+    from gateway.routing.spec import BackendsSpec, EngineSpec
 
 DEFAULT_PORT = 8080
+_ONE_ENGINE = ("model", "heads", "device", "dtype", "served_model_name", "max_model_len", "max_running", "kv_tokens")
+"""The flags that describe one engine; a backends file describes several."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -30,6 +34,11 @@ def add_parser(subparsers: Any) -> None:
     add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: %(default)s")
+    add(
+        "--backends",
+        metavar="FILE",
+        help="several models, engines and upstreams, instead of the options above (docs/backends.md)",
+    )
     add("--served-model-name", metavar="NAME", help="what clients ask for; default: the model's own name")
 
     add = parser.add_argument_group("limits").add_argument
@@ -75,7 +84,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from gateway.cli import CommandError
     from gateway.server import bind, run_server
-    from gateway.state import GatewayState, ServedModel
+    from gateway.state import GatewayState
 
     if not is_loopback(args.host) and not args.insecure_allow_remote:
         raise CommandError(
@@ -85,27 +94,27 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # A broken policy and a mistyped URL, like a taken port, should not cost the loading of a model to find out.
     controller = _controller(args)
+    spec = None if args.backends is None else _read_backends(args, controller)
     # Bound before the model is loaded: a taken port should not cost a minute to find out.
     try:
         bound = bind(args.host, args.port)
     except OSError as error:
         raise CommandError(f"can't listen on {args.host}:{args.port}: {error.strerror or error}") from error
     try:
-        opened = _open_engine(args)
+        backends = _open_backends(args, spec) if spec is not None else _open_one(args)
         try:
-            decoder = opened.decoder
             settings = GatewaySettings(
-                max_concurrent=args.max_running or decoder.load().max_running,
+                max_concurrent=args.max_running or sum(each.max_running for each in backends.all),
                 max_queue=args.max_queue,
                 default_max_tokens=args.default_max_tokens,
                 max_body_bytes=args.max_body_bytes,
                 deadline_s=args.deadline,
                 drain_timeout_s=args.drain_timeout,
             )
-            models = {decoder.info.name: ServedModel(decoder, opened.tokenizer)}
-            run_server(GatewayState.create(models, settings, controller), bound, access_log=args.access_log)
+            run_server(GatewayState.create(backends, settings, controller), bound, access_log=args.access_log)
         finally:
-            opened.decoder.close()
+            for engine in backends.engines:
+                engine.served.decoder.close()
     finally:
         bound.close()
     return 0
@@ -144,7 +153,62 @@ def _redis_url(args: argparse.Namespace, environ: Mapping[str, str]) -> str | No
     return url if url in (None, "memory") or not password else with_password(url, password)
 
 
-def _open_engine(args: argparse.Namespace) -> Any:
+def _read_backends(args: argparse.Namespace, controller: Controller) -> BackendsSpec:
+    from gateway.cli import CommandError
+    from gateway.routing.file import parse_backends
+    from gateway.routing.opening import unknown_classes
+    from policy.problems import PolicyError
+
+    given = [name for name in _ONE_ENGINE if getattr(args, name) not in (None, "auto")]
+    if given:
+        flag = given[0].replace("_", "-").replace("served-name", "served-model-name")
+        raise CommandError(f"--{flag} and --backends exclude each other: say it in {args.backends}.")
+    try:
+        spec = parse_backends(Path(args.backends).read_bytes(), args.backends)
+    except PolicyError as error:
+        raise CommandError(f"the backends file is refused: {error}") from None
+    if unknown := unknown_classes(spec, controller.known_classes):
+        raise CommandError(
+            f"{args.backends}: no prompt is ever of class {', '.join(unknown)}; the policy's classes are "
+            f"{', '.join(controller.known_classes)}."
+        )
+    return spec
+
+
+def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
+    from gateway.cli import CommandError
+    from gateway.routing.opening import open_backends
+    from gateway.upstream.backend import ApiKeyError
+
+    def open_engine(engine: EngineSpec) -> Any:
+        return _open_engine(
+            served_name=engine.serves,
+            threads=engine.threads,
+            **{name: getattr(engine, name) for name in _ONE_ENGINE if name != "served_model_name"},
+        )
+
+    try:
+        return open_backends(spec, args.max_queue, open_engine)
+    except ApiKeyError as error:
+        raise CommandError(f"{args.backends}: {error}") from None
+
+
+def _open_one(args: argparse.Namespace) -> Backends:
+    """The simple case: one engine, which is also the name of its backend."""
+    from gateway.admission import Places
+    from gateway.routing.backends import Backends, EngineBackend, ServedModel
+
+    opened = _open_engine(
+        served_name=args.served_model_name,
+        **{name: getattr(args, name) for name in _ONE_ENGINE if name != "served_model_name"},
+    )
+    decoder = opened.decoder
+    places = Places((args.max_running or decoder.load().max_running) + args.max_queue)
+    engine = EngineBackend(decoder.info.name, ServedModel(decoder, opened.tokenizer), places)
+    return Backends([engine], frozenset([engine.model]))
+
+
+def _open_engine(**given: Any) -> Any:
     from gateway.cli import CommandError
 
     try:
@@ -152,20 +216,10 @@ def _open_engine(args: argparse.Namespace) -> Any:
         from backends.loading import EngineOptions, open_engine
     except ImportError as error:
         raise CommandError(f"the engine can't be imported: {error}") from error
-    options = EngineOptions(
-        model=args.model,
-        heads=args.heads,
-        device=args.device,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_running=args.max_running,
-        served_name=args.served_model_name,
-        kv_tokens=args.kv_tokens,
-    )
     try:
-        return open_engine(options)
+        return open_engine(EngineOptions(**given))
     except (OSError, ValueError) as error:
-        raise CommandError(f"can't load {args.model or 'the demo model'}: {error}") from error
+        raise CommandError(f"can't load {given['model'] or 'the demo model'}: {error}") from error
 
 
 def _number(kind: type[int] | type[float], low: float, high: float, text: str) -> Any:

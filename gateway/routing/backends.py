@@ -51,16 +51,15 @@ class EngineBackend:
         return self.served.decoder.alive
 
     @property
-    def load(self) -> float:
-        load = self.served.decoder.load()
-        return (load.running + load.waiting) / max(load.max_running, 1)
+    def max_running(self) -> int:
+        return self.served.decoder.load().max_running
 
     def candidate(self, body: GenerationFields) -> Candidate:
         """As ``body`` sees it. What the model can't do (heads that it has not, say) is refused later, by name."""
+        # Counted by places: what was admitted a moment ago may not be in the engine's own books yet.
         return Candidate(
             self.name,
-            # What was admitted a moment ago may not be in the engine's own books yet.
-            load=max(self.load, self.places.in_flight / max(self.served.decoder.load().max_running, 1)),
+            load=self.places.in_flight / max(self.max_running, 1),
             free=self.places.free,
             priority=self.placement.priority,
             classes=self.placement.classes,

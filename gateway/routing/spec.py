@@ -31,7 +31,7 @@ class Placement:
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """An engine of this process. ``model``, ``heads``, ``device``, ... as the flags of ``serve``; ``threads`` None: the
-    machine's cores shared evenly by the CPU engines of the file. ``folder``: where relative paths start."""
+    machine's cores shared evenly by the CPU engines of the file."""
 
     name: str
     serves: str
@@ -100,7 +100,6 @@ class BackendsSpec:
     backends: tuple[BackendSpec, ...]
     required: frozenset[str]
     retries: int = 2
-    by_model: Mapping[str, tuple[BackendSpec, ...]] = field(default_factory=dict)
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:

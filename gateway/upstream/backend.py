@@ -118,6 +118,10 @@ class UpstreamBackend:
         return self.spec.serves
 
     @property
+    def max_running(self) -> int:
+        return self.spec.max_running
+
+    @property
     def healthy(self) -> bool:
         """Nothing that is known speaks against asking it."""
         return self._down() is None

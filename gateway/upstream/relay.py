@@ -12,7 +12,7 @@ from gateway.errors import APIError, handle_unexpected
 from gateway.openai_responses import RemoteReport
 from gateway.streaming import DONE
 from gateway.upstream.errors import UpstreamFailure
-from gateway.upstream.stream import ChoiceChunk, Chunk
+from gateway.upstream.stream import NULL, ChoiceChunk, Chunk
 
 _encode = msgspec.json.encode
 
@@ -57,14 +57,15 @@ class RelayWriter:
         self._chat = identity.object == "chat.completion.chunk"
         self._include_usage = include_usage
         self._unfinished = set(range(sequences))
-        self._usage: msgspec.Raw | None = None
+        self._usage = NULL
         self._report = report
         self._on_end = on_end
 
     def events(self, chunk: Chunk) -> bytes:
         """The events of one chunk; empty if it has nothing to show."""
-        self._usage = chunk.usage or self._usage
-        if chunk.decoding is not None:
+        if chunk.usage != NULL:
+            self._usage = chunk.usage
+        if chunk.decoding != NULL:
             self._report = msgspec.structs.replace(self._report, upstream=chunk.decoding)
         out = b""
         for choice in chunk.choices:
@@ -85,21 +86,19 @@ class RelayWriter:
         unfinished = sorted(self._unfinished)
         out = self.events(Chunk([ChoiceChunk(index, finish_reason="length", **end) for index in unfinished]))
         if self._include_usage:
-            usage = b"null" if self._usage is None else bytes(self._usage)
-            out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (usage, _encode(self._report))
+            out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (bytes(self._usage), _encode(self._report))
         self._on_end(self._report)
         return out
 
     def _choice(self, choice: ChoiceChunk) -> bytes:
-        logprobs = bytes(choice.logprobs) if choice.logprobs is not None else b"null"
         if self._chat:
-            inside = b'"delta":%b' % (bytes(choice.delta) if choice.delta is not None else b"{}")
+            inside = b'"delta":%b' % (bytes(choice.delta) if choice.delta != NULL else b"{}")
         else:
             inside = b'"text":%b' % _encode(choice.text or "")
         return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
             choice.index,
             inside,
-            logprobs,
+            bytes(choice.logprobs),
             _encode(choice.finish_reason),
         )
 
@@ -138,29 +137,28 @@ class Gathered:
     """A whole answer, put together from its chunks."""
 
     choices: list[GatheredChoice]
-    usage: msgspec.Raw | None = None
-    upstream: msgspec.Raw | None = None
+    usage: msgspec.Raw = field(default_factory=lambda: NULL)
+    upstream: msgspec.Raw = field(default_factory=lambda: NULL)
 
     def take(self, chunk: Chunk) -> None:
         """Raises :class:`UpstreamFailure` for a choice that was not asked for."""
-        self.usage = chunk.usage or self.usage
-        self.upstream = chunk.decoding or self.upstream
+        self.usage = self.usage if chunk.usage == NULL else chunk.usage
+        self.upstream = self.upstream if chunk.decoding == NULL else chunk.decoding
         for part in chunk.choices:
             if not 0 <= part.index < len(self.choices):
                 raise UpstreamFailure(f"The upstream sent choice {part.index}, which was not asked for.")
             choice = self.choices[part.index]
             choice.text += part.text or ""
             choice.finish_reason = part.finish_reason or choice.finish_reason
-            if part.delta is not None:
+            if part.delta != NULL:
                 _merge(choice.fields, msgspec.json.decode(part.delta))
-            logprobs = None if part.logprobs is None else msgspec.json.decode(part.logprobs)
-            if logprobs is not None:
+            if part.logprobs != NULL:
                 choice.logprobs = choice.logprobs or {}
-                _merge(choice.logprobs, logprobs)
+                _merge(choice.logprobs, msgspec.json.decode(part.logprobs))
 
     def report(self, report: RemoteReport) -> RemoteReport:
         """With what the upstream, another medusa-gateway, said of its own decoding."""
-        return report if self.upstream is None else msgspec.structs.replace(report, upstream=self.upstream)
+        return report if self.upstream == NULL else msgspec.structs.replace(report, upstream=self.upstream)
 
     def body(self, identity: Identity, report: RemoteReport) -> bytes:
         chat = identity.object == "chat.completion"

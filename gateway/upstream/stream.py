@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
@@ -26,13 +26,17 @@ _AHEAD = 64
 """Chunks that are read before a slow client has taken earlier ones; then the upstream's connection backs up."""
 
 
+NULL = msgspec.Raw(b"null")
+"""Raw can't be optional; JSON's own nothing stands for nothing."""
+
+
 class ChoiceChunk(msgspec.Struct):
-    """One choice in a chunk: what is passed on unread stays raw."""
+    """One choice in a chunk: what is passed on unread stays raw, :data:`NULL` where there is none."""
 
     index: int = 0
-    delta: msgspec.Raw | None = None
+    delta: msgspec.Raw = NULL
     text: str | None = None
-    logprobs: msgspec.Raw | None = None
+    logprobs: msgspec.Raw = NULL
     finish_reason: str | None = None
 
 
@@ -41,54 +45,48 @@ class Chunk(msgspec.Struct):
     extensions under this one's name."""
 
     choices: list[ChoiceChunk] = []
-    usage: msgspec.Raw | None = None
-    error: msgspec.Raw | None = None
-    decoding: msgspec.Raw | None = None
+    usage: msgspec.Raw = NULL
+    error: msgspec.Raw = NULL
+    decoding: msgspec.Raw = NULL
 
 
 _LINGER_S = 1.0
 
 _chunks = msgspec.json.Decoder(Chunk)
-_NULL = msgspec.Raw(b"null")
 
 
 class _Clock:
-    """The three limits on reading, as one deadline that is moved from wait to wait."""
+    """The three limits on reading, as one alarm that is moved from wait to wait."""
 
-    def __init__(self, limit: asyncio.Timeout, timeouts: Timeouts) -> None:
-        self._limit = limit
-        self._now = asyncio.get_running_loop().time
-        self._end = self._now() + timeouts.total_s
+    def __init__(self, timeouts: Timeouts, ring: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ring = ring
+        self._alarm: asyncio.TimerHandle | None = None
+        self._end = self._loop.time() + timeouts.total_s
         self._timeouts = timeouts
-        self.waiting_for = "first byte"
-        self._set(timeouts.first_byte_s)
-
-    def _set(self, seconds: float) -> None:
-        at = self._now() + seconds
-        if at > self._end:
-            at, self.waiting_for = self._end, "end"
-        self._limit.reschedule(at)
+        self.told = ""
+        self._wait(timeouts.first_byte_s, "first byte")
 
     def go_on(self) -> None:
-        self.waiting_for = "next bytes"
-        self._set(self._timeouts.between_bytes_s)
+        """Something came; the next piece has its own time."""
+        self._wait(self._timeouts.between_bytes_s, "next bytes")
 
-    def wait_for_end(self) -> None:
+    def linger(self) -> None:
         """All was said; a moment for the connection to be whole, so that it can be used again."""
-        self._limit.reschedule(self._now() + _LINGER_S)
+        self._wait(_LINGER_S, "end")
 
-    def pause(self) -> None:
-        """While the client is slow; its own slowness is no fault of the upstream's."""
-        self._limit.reschedule(None)
+    def stop(self) -> None:
+        """No limit: the client is slow, which is no fault of the upstream's, or all is over."""
+        if self._alarm is not None:
+            self._alarm.cancel()
 
-    @property
-    def told(self) -> str:
-        seconds = {
-            "first byte": self._timeouts.first_byte_s,
-            "next bytes": self._timeouts.between_bytes_s,
-            "end": self._timeouts.total_s,
-        }[self.waiting_for]
-        return f"waited {seconds:g} s for its {self.waiting_for}"
+    def _wait(self, seconds: float, what: str) -> None:
+        self.stop()
+        at = self._loop.time() + seconds
+        if at > self._end:
+            at, seconds, what = self._end, self._timeouts.total_s, "end"
+        self.told = f"waited {seconds:g} s for its {what}"
+        self._alarm = self._loop.call_at(at, self._ring)
 
 
 class UpstreamAnswer:
@@ -105,7 +103,7 @@ class UpstreamAnswer:
         self._backend = backend
         self._permit = backend.begin()
         self._unfinished = set(range(sequences))
-        self._begun = self._over = False
+        self._begun = self._over = self._cancelled = self._timed_out = False
         # Bounded by _room rather than by itself: the end must find its place whatever was not taken yet.
         self._queue: asyncio.Queue[Chunk | APIError | None] = asyncio.Queue()
         self._room = asyncio.Event()
@@ -125,7 +123,7 @@ class UpstreamAnswer:
     def close(self) -> None:
         """Stop reading and close the connection, which is what upstreams take as an abort."""
         if not self._over:
-            self._task.cancel()
+            self._cancel()
 
     def abort_for_shutdown(self) -> None:
         """End the answer with the error of a replica that goes."""
@@ -145,17 +143,17 @@ class UpstreamAnswer:
 
     async def _read(self, path: str, content: bytes, headers: dict[str, str]) -> None:
         name = self._backend.name
-        clock: _Clock | None = None
+        clock = _Clock(self._backend.spec.timeouts, self._time_out)
         try:
-            async with asyncio.timeout(None) as limit:
-                clock = _Clock(limit, self._backend.spec.timeouts)
-                response = await self._send(path, content, headers)
-                try:
-                    await self._relay(response, clock)
-                finally:
-                    await response.aclose()
-        except TimeoutError:
-            told = clock.told if clock else ""
+            response = await self._send(path, content, headers)
+            try:
+                await self._relay(response, clock)
+            finally:
+                await response.aclose()
+        except asyncio.CancelledError:
+            if not self._timed_out:
+                raise
+            told = clock.told
             self._end(UpstreamTimeout(f"The backend '{name}' did not answer in time: {told}."), told)
         except APIError as failure:
             self._end(failure, "")
@@ -165,6 +163,18 @@ class UpstreamAnswer:
             self._end(_failure_of_transport(name, failure), f"{type(failure).__name__}: {failure}")
         except Exception as failure:
             self._end(handle_unexpected(failure, f"the answer of backend {name}"), repr(failure))
+        finally:
+            clock.stop()
+
+    def _time_out(self) -> None:
+        self._timed_out = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        # Once: a second cancel would hit the first one's clean-up and leave the connection open, its answer running.
+        if not self._cancelled:
+            self._cancelled = True
+            self._task.cancel()
 
     async def _send(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
         client = self._backend.client
@@ -197,11 +207,11 @@ class UpstreamAnswer:
                     self._check_whole()
                     self._end(None)
                 else:
-                    clock.pause()
+                    clock.stop()
                     await self._pass_on(data)
             # Comments keep a connection alive, but are no answer.
             if self._over:
-                clock.wait_for_end()
+                clock.linger()
             elif self._begun:
                 clock.go_on()
         self._check_whole()
@@ -213,7 +223,7 @@ class UpstreamAnswer:
             chunk = _chunks.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedStream(f"an event is no chunk: {error}") from None
-        if chunk.error is not None and chunk.error != _NULL:
+        if chunk.error != NULL:
             detail = error_detail(chunk.error)
             said = f": {detail.message}" if detail else "."
             raise UpstreamFailure(f"The backend '{name}' ended the answer with an error{said}")
