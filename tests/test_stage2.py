@@ -18,7 +18,6 @@ from backends.training.adapt import AdaptationReport, adapt_backbone
 from backends.training.answers import generate_answers
 from backends.training.backbone import Backbone
 from backends.training.cleaning import CleaningOptions
-from backends.training.dataset import Answer
 from backends.training.distill import TrainingRun, train_heads, training_states
 from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.trainer import TrainingError, TrainingOptions
@@ -26,7 +25,7 @@ from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 from gateway.app import create_app
 from gateway.state import GatewayState, ServedModel
 from tests.engine_helpers import FLAT_COST
-from tests.toy_language import sentence, toy_model
+from tests.toy_language import sentence, toy_model, toy_prompts
 
 STAGE1 = TrainingOptions(
     num_heads=3, inner_size=128, epochs=6, batch_size=512, learning_rate=5e-3, dropout=0.0, draft_vocab_size=None
@@ -64,10 +63,7 @@ def trained(tmp_path_factory) -> Trained:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("stages")
-    rng = random.Random(3)
-    every = [{"id": f"p{i}", "label": "chat", "prompt": sentence(rng, 2)} for i in range(1200)]
-    held_out = [p for p in every if Answer(p["id"], "", (), ()).held_out][:40]
-    prompts = [p for p in every if not Answer(p["id"], "", (), ()).held_out][:200] + held_out
+    prompts = toy_prompts(200, 40)
     backbone = toy_backbone()
     original = replace(backbone, model=copy.deepcopy(backbone.model))
     with backbone.engine(kv_tokens=4096, cost=FLAT_COST) as core:
@@ -87,7 +83,7 @@ def trained(tmp_path_factory) -> Trained:
     second = replace(run, initial=folder / "stage1", out=folder / "stage2")
     report = adapt_backbone(backbone, second, STAGE2, log=lambda line: None)
     torch.set_num_threads(threads)
-    ids = [tuple(backbone.tokenizer.encode_chat([{"role": "user", "content": p["prompt"]}])) for p in held_out]
+    ids = [tuple(backbone.tokenizer.encode_chat([{"role": "user", "content": p["prompt"]}])) for p in prompts[-40:]]
     return Trained(folder / "stage1", folder / "stage2", report, original, ids)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from functools import cache
 from typing import Any
 
 import torch
 
 from backends.tiny import tiny_model, tiny_tokenizer
+from backends.training.dataset import Answer
 
 # Few letters, so that a word is known only from several of them.
 _rng = random.Random(7)
@@ -24,8 +27,21 @@ def sentence(rng: random.Random, words: int) -> str:
     return " ".join(spoken)
 
 
-def toy_model(*, steps: int = 120, seed: int = 0) -> Any:
-    """The tiny model after a few seconds of training to go on with a sentence."""
+def toy_model() -> Any:
+    """The tiny model after a few seconds of training to go on with a sentence; each call gives a copy of its own."""
+    return copy.deepcopy(_trained())
+
+
+def toy_prompts(training: int, held_out: int) -> list[dict[str, str]]:
+    """So many prompts that are trained on, then so many that are kept out, as :class:`Answer` says by their ids."""
+    rng = random.Random(3)
+    every = [{"id": f"p{i}", "label": ("code", "chat")[i % 2], "prompt": sentence(rng, 2)} for i in range(1200)]
+    kept = [p for p in every if Answer(p["id"], "", (), ()).held_out]
+    return [p for p in every if p not in kept][:training] + kept[:held_out]
+
+
+@cache
+def _trained(steps: int = 120, seed: int = 0) -> Any:
     tokenizer, rng = tiny_tokenizer(), random.Random(seed)
     model = tiny_model(seed=seed)
     with torch.random.fork_rng():

@@ -15,15 +15,13 @@ from backends.loading import ADAPTATION_NOTE
 from backends.training.answers import generate_answers
 from backends.training.backbone import Backbone, load_backbone
 from backends.training.dataset import Answer, HiddenStates, read_answers
-from backends.training.distill import TrainingRun, collect_states, heads_config, training_states
-from backends.training.evaluate import ALL_CLASSES, EvaluationReport, evaluate
+from backends.training.distill import TrainingRun, before_and_after, collect_states, heads_config, training_states
+from backends.training.evaluate import EvaluationReport, evaluate
 from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.model_card import write_model_card
 from backends.training.objective import OutputProjection
 from backends.training.progress import progress_bar
 from backends.training.trainer import TrainingError
-
-BEFORE_AND_AFTER_NODES = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +163,3 @@ def measure_drift(adapted: Backbone, states: HiddenStates) -> Drift:
         agreeing += int((ours == theirs).sum())
         rows += len(hidden)
     return Drift(total / rows, agreeing / rows)
-
-
-def before_and_after(before: EvaluationReport, after: EvaluationReport) -> str:
-    """Two evaluations side by side as a table, by class."""
-    nodes = BEFORE_AND_AFTER_NODES
-    lines = [
-        f"{'class':<12} {'top-1 of heads, before':>28} {'after':>28} {f'tokens/step ({nodes} nodes)':>22} {'after':>7}"
-    ]
-    for label in sorted(before.accuracy.keys() & after.accuracy.keys(), key=lambda name: (name != ALL_CLASSES, name)):
-        top1 = ["/".join(f"{100 * ranks[0]:.1f}" for ranks in each.accuracy[label]) for each in (before, after)]
-        rates = [each.dynamic[nodes][label].tokens_per_step for each in (before, after)]
-        lines.append(f"{label:<12} {top1[0]:>28} {top1[1]:>28} {rates[0]:>22.3f} {rates[1]:>7.3f}")
-    return "\n".join(lines)

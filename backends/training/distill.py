@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from backends.training.progress import progress_bar
 from backends.training.trainer import HeadsTrainer, TrainingError, TrainingOptions
 from backends.training.workers import Workers
 
+_COMPARED_NODES = 7
+
 
 @dataclass(frozen=True)
 class TrainingRun:
@@ -37,6 +39,7 @@ class TrainingRun:
     Held-out answers are taken from the first of the ``answers`` files only, so that adding others leaves the
     evaluation comparable. ``initial``: a heads folder to start from, whose sizes and draft vocabulary are kept.
     ``temperatures``: without ``answers``, every prompt is answered once at each; greedy (0) should come first.
+    ``notes`` go into the heads' ``config.json`` as they are.
     """
 
     prompts: Path | None
@@ -51,6 +54,7 @@ class TrainingRun:
     temperatures: tuple[float, ...] = (0.0,)
     cleaning: CleaningOptions = field(default_factory=CleaningOptions)
     workers: Workers = field(default_factory=Workers)
+    notes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def train_heads(backbone: Backbone, run: TrainingRun, *, log: Callable[[str], object] = print) -> EvaluationReport:
@@ -124,6 +128,7 @@ def heads_config(backbone: Backbone, states: HiddenStates, run: TrainingRun) -> 
             "licences": count_licences(read_prompts(run.prompts) if run.prompts else (), training),
             "command": run.command,
         },
+        **run.notes,
     }
 
 
@@ -180,6 +185,19 @@ def report_text(report: EvaluationReport) -> str:
         for nodes, counts in replays.items():
             by_class = "  ".join(f"{label} {count.tokens_per_step:.3f}" for label, count in sorted(counts.items()))
             lines.append(f"  tokens per step, {kind} tree of {nodes:>2} nodes: {by_class}")
+    return "\n".join(lines)
+
+
+def before_and_after(before: EvaluationReport, after: EvaluationReport) -> str:
+    """Two evaluations side by side as a table, by class."""
+    nodes = _COMPARED_NODES
+    lines = [
+        f"{'class':<12} {'top-1 of heads, before':>28} {'after':>28} {f'tokens/step ({nodes} nodes)':>22} {'after':>7}"
+    ]
+    for label in sorted(before.accuracy.keys() & after.accuracy.keys(), key=lambda name: (name != ALL_CLASSES, name)):
+        top1 = ["/".join(f"{100 * ranks[0]:.1f}" for ranks in each.accuracy[label]) for each in (before, after)]
+        rates = [each.dynamic[nodes][label].tokens_per_step for each in (before, after)]
+        lines.append(f"{label:<12} {top1[0]:>28} {top1[1]:>28} {rates[0]:>22.3f} {rates[1]:>7.3f}")
     return "\n".join(lines)
 
 

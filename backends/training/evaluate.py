@@ -30,6 +30,10 @@ class Guesses:
     tokens: torch.Tensor
     probabilities: torch.Tensor
 
+    def select(self, chosen: torch.Tensor) -> Guesses:
+        """Those at some of the rows; ``chosen`` [m] counts among these rows."""
+        return Guesses(self.rows[chosen], self.tokens[:, chosen], self.probabilities[:, chosen])
+
 
 @torch.inference_mode()
 def guess(
@@ -193,8 +197,7 @@ def evaluate(
     accuracy = {ALL_CLASSES: rank_accuracy(guesses, targets)}
     for label in sorted(set(label_of_row)):
         chosen = torch.tensor([i for i, other in enumerate(label_of_row) if other == label])
-        part = Guesses(rows[chosen], guesses.tokens[:, chosen], guesses.probabilities[:, chosen])
-        accuracy[label] = rank_accuracy(part, targets[:, chosen])
+        accuracy[label] = rank_accuracy(guesses.select(chosen), targets[:, chosen])
     best_static = CandidateTree.from_accuracies(accuracy[ALL_CLASSES], max(node_counts))
     return EvaluationReport(
         answers=len(held_out),

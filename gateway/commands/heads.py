@@ -6,17 +6,22 @@ import argparse
 import json
 import shlex
 import sys
-import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands import heads_eval, heads_refresh
+from gateway.commands.heads_common import (
+    add_cleaning,
+    add_model,
+    cleaning_options,
+    log_of,
+    open_backbone,
+    reporting_errors,
+)
+
 if TYPE_CHECKING:
-    from backends.training.backbone import Backbone
-    from backends.training.cleaning import CleaningOptions
     from backends.training.joint import JointOptions
-    from backends.training.workers import Workers
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     commands = heads.add_subparsers(dest="heads_command", required=True)
 
     train = commands.add_parser("train", help="train heads on a model's own answers (self-distillation)")
-    _add_model(train)
+    add_model(train)
     train.add_argument("--prompts", type=Path, help="JSON lines with id, prompt and (optional) label")
     train.add_argument(
         "--answers",
@@ -76,12 +81,12 @@ def add_parser(subparsers: Any) -> None:
     train.add_argument(
         "--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="one answer to each prompt at each"
     )
-    _add_cleaning(train)
+    add_cleaning(train)
     train.add_argument("--seed", type=int, default=0)
     train.set_defaults(run=run_train)
 
     answers = commands.add_parser("answers", help="have a model answer prompts: more data for heads train --answers")
-    _add_model(answers)
+    add_model(answers)
     answers.add_argument("--prompts", type=Path, required=True)
     answers.add_argument("--out", type=Path, required=True, help="file to append to (.jsonl.gz)")
     answers.add_argument("--temperature", type=float, default=0.0)
@@ -89,13 +94,8 @@ def add_parser(subparsers: Any) -> None:
     answers.add_argument("--seed", type=int, default=0)
     answers.set_defaults(run=run_answers)
 
-    evaluate = commands.add_parser("eval", help="accuracy and tokens per step on held-out answers")
-    _add_model(evaluate)
-    evaluate.add_argument("--heads", type=Path, required=True, help="heads folder")
-    evaluate.add_argument("--answers", type=Path, nargs="+", required=True)
-    evaluate.add_argument("--work-dir", type=Path, help="keep the hidden states here; default: a temporary folder")
-    evaluate.add_argument("--json", action="store_true")
-    evaluate.set_defaults(run=run_eval)
+    heads_eval.add_parser(commands)
+    heads_refresh.add_parser(commands)
 
     inspect = commands.add_parser("inspect", help="what a heads folder holds")
     inspect.add_argument("folder", type=Path)
@@ -134,18 +134,18 @@ def run_train(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         command=shlex.join(["medusa-gateway", *sys.argv[1:]]),
         temperatures=tuple(args.temperatures),
-        cleaning=_cleaning(args),
+        cleaning=cleaning_options(args),
     )
 
     def train() -> None:
         with joined_workers() as workers:
-            backbone, shared, log = _backbone(args, workers), replace(run, workers=workers), _log_of(workers)
+            backbone, shared, log = open_backbone(args, workers), replace(run, workers=workers), log_of(workers)
             if args.stage == 2:
                 adapt_backbone(backbone, shared, _joint_options(args), log=log)
             else:
                 train_heads(backbone, shared, log=log)
 
-    return _reporting_errors(train)
+    return reporting_errors(train)
 
 
 def _joint_options(args: argparse.Namespace) -> JointOptions:
@@ -169,68 +169,10 @@ def run_answers(args: argparse.Namespace) -> int:
     from backends.training.distill import AnswerOptions, answer_prompts
 
     options = AnswerOptions(temperature=args.temperature, max_new_tokens=args.max_new_tokens, seed=args.seed)
-    return _reporting_errors(lambda: answer_prompts(_backbone(args), args.prompts, args.out, options))
-
-
-def run_eval(args: argparse.Namespace) -> int:
-    from backends.training.distill import evaluate_folder, report_text
-
-    def log(line: str) -> None:
-        print(line, file=sys.stderr)
-
-    def evaluate() -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            work_dir = args.work_dir or Path(scratch)
-            report = evaluate_folder(_backbone(args), args.heads, args.answers, work_dir, log=log)
-        print(json.dumps(report.to_json()) if args.json else report_text(report))
-
-    return _reporting_errors(evaluate)
+    return reporting_errors(lambda: answer_prompts(open_backbone(args), args.prompts, args.out, options))
 
 
 def run_inspect(args: argparse.Namespace) -> int:
     from backends.heads import describe_heads
 
-    return _reporting_errors(lambda: print(json.dumps(describe_heads(args.folder), indent=2)))
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=None, help="local model folder or hub id; default: the demo model")
-    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
-
-
-def _add_cleaning(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--min-tokens", type=int, default=8, help="shorter answers are not trained on; default: %(default)s")
-    add("--max-repetition", type=float, default=0.6, help="nor are those with a larger share of repeated 4-grams")
-    add("--balance", type=float, default=4.0, help="most answers of a class for one of the smallest class; 0: any")
-
-
-def _cleaning(args: argparse.Namespace) -> CleaningOptions:
-    from backends.training.cleaning import CleaningOptions
-
-    return CleaningOptions(args.min_tokens, args.max_repetition, args.balance)
-
-
-def _backbone(args: argparse.Namespace, workers: Workers | None = None) -> Backbone:
-    from backends.training.backbone import load_backbone
-
-    return load_backbone(args.model, threads=args.threads, device="cpu" if workers is None else str(workers.device))
-
-
-def _log_of(workers: Workers) -> Callable[[str], object]:
-    return print if workers.is_main else lambda line: None
-
-
-def _reporting_errors(work: Callable[[], object]) -> int:
-    """Run ``work``; a mistake in the input is told in one line, anything else keeps its traceback."""
-    from backends.demo import DemoModelError
-    from backends.heads import HeadsError
-    from backends.training.dataset import AnswersError
-    from backends.training.trainer import TrainingError
-
-    try:
-        work()
-    except (AnswersError, TrainingError, HeadsError, DemoModelError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return reporting_errors(lambda: print(json.dumps(describe_heads(args.folder), indent=2)))

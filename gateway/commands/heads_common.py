@@ -1,0 +1,56 @@
+"""What the subcommands of ``medusa-gateway heads`` have in common: the model, cleaning, errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backends.training.backbone import Backbone
+    from backends.training.cleaning import CleaningOptions
+    from backends.training.workers import Workers
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=None, help="local model folder or hub id; default: the demo model")
+    parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
+
+
+def add_cleaning(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--min-tokens", type=int, default=8, help="shorter answers are not trained on; default: %(default)s")
+    add("--max-repetition", type=float, default=0.6, help="nor are those with a larger share of repeated 4-grams")
+    add("--balance", type=float, default=4.0, help="most answers of a class for one of the smallest class; 0: any")
+
+
+def cleaning_options(args: argparse.Namespace) -> CleaningOptions:
+    from backends.training.cleaning import CleaningOptions
+
+    return CleaningOptions(args.min_tokens, args.max_repetition, args.balance)
+
+
+def open_backbone(args: argparse.Namespace, workers: Workers | None = None) -> Backbone:
+    from backends.training.backbone import load_backbone
+
+    return load_backbone(args.model, threads=args.threads, device="cpu" if workers is None else str(workers.device))
+
+
+def log_of(workers: Workers) -> Callable[[str], object]:
+    return print if workers.is_main else lambda line: None
+
+
+def reporting_errors(work: Callable[[], object]) -> int:
+    """Run ``work``; a mistake in the input is told in one line, anything else keeps its traceback."""
+    from backends.demo import DemoModelError
+    from backends.heads import HeadsError
+    from backends.training.dataset import AnswersError
+    from backends.training.trainer import TrainingError
+
+    try:
+        work()
+    except (AnswersError, TrainingError, HeadsError, DemoModelError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,229 @@
+"""``heads eval`` and ``heads refresh`` on the toy model: numbers against other ways to get them, reports, mistakes."""
+
+import argparse
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.heads import backbone_fingerprint, load_heads, read_heads_config, save_heads
+from backends.tiny import tiny_heads, tiny_tokenizer
+from backends.training.answers import generate_answers
+from backends.training.assess import Assessment, AssessOptions, assess, differing_tokens, perplexity
+from backends.training.assess_report import assessment_html, assessment_text
+from backends.training.backbone import Backbone
+from backends.training.cleaning import CleaningOptions
+from backends.training.dataset import Answer, load_hidden_states, read_answers
+from backends.training.distill import TrainingRun, train_heads
+from backends.training.evaluate import evaluate
+from backends.training.objective import OutputProjection
+from backends.training.refresh import options_for, refresh_heads, sample_prompts
+from backends.training.trainer import TrainingError, TrainingOptions
+from gateway.commands.heads import add_parser
+from tests.engine_helpers import FLAT_COST
+from tests.toy_language import toy_model, toy_prompts
+
+OPTIONS = TrainingOptions(
+    num_heads=3, inner_size=64, epochs=4, batch_size=512, learning_rate=5e-3, dropout=0.0, draft_vocab_size=None
+)
+ASSESS = AssessOptions(
+    temperatures=(0.0, 1.0), per_class=4, max_new_tokens=24, node_counts=(3, 7), typical=True, cost=FLAT_COST
+)
+
+
+@dataclass
+class Toy:
+    """A backbone with a file of answers, untrained heads and trained ones."""
+
+    backbone: Backbone
+    answers: Path
+    untrained: Path
+    trained: Path
+
+
+def toy_backbone() -> Backbone:
+    model = toy_model()
+    return Backbone("toy", model, tiny_tokenizer(), backbone_fingerprint(model))
+
+
+def run_of(answers: Path, out: Path) -> TrainingRun:
+    cleaning = CleaningOptions(balance=0)
+    return TrainingRun(
+        prompts=None, answers=(answers,), out=out, work_dir=out.with_name("w"), options=OPTIONS, cleaning=cleaning
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Toy:
+    folder = tmp_path_factory.mktemp("toy")
+    backbone = toy_backbone()
+    answers = folder / "answers.jsonl.gz"
+    with backbone.engine(kv_tokens=4096, cost=FLAT_COST) as core:
+        generate_answers(core, backbone.tokenizer, toy_prompts(120, 20), answers, temperature=1.0, max_new_tokens=24)
+    train_heads(backbone, run_of(answers, folder / "trained"), log=lambda line: None)
+    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size, "fingerprint": "another"}
+    save_heads(tiny_heads(num_heads=2), folder / "untrained", config={"backbone": sizes})
+    return Toy(backbone, answers, folder / "untrained", folder / "trained")
+
+
+@pytest.fixture(scope="module")
+def assessment(toy: Toy, tmp_path_factory) -> Assessment:
+    work_dir = tmp_path_factory.mktemp("assess")
+    held_out = [answer for answer in read_answers([toy.answers]) if answer.held_out]
+    return assess(toy.backbone, [toy.untrained, toy.trained], held_out, [], work_dir, ASSESS, log=lambda line: None)
+
+
+def test_heads_decode_the_same_tokens_in_fewer_steps(assessment: Assessment):
+    worse, better = assessment.heads
+    assert [(cell.label, cell.temperature) for cell in worse.decoded] == [
+        (label, t) for t in (0.0, 1.0) for label in ("all", "chat", "code")
+    ]
+    for a, b in zip(worse.decoded, better.decoded, strict=True):
+        assert a.tokens == b.tokens, "exact decoding gives the same answers whatever the heads"
+    assert better.decoded[0].answers == 8
+    assert better.decoded[0].tokens_per_step > worse.decoded[0].tokens_per_step + 0.3
+    assert better.decoded[0].speedup > worse.decoded[0].speedup
+    assert (worse.own_backbone, better.own_backbone) == (False, True)
+
+
+def test_accuracy_is_that_of_the_other_evaluation(toy: Toy, tmp_path):
+    """Over the same answers, ``heads train`` and ``heads eval`` must say the same."""
+    held_out = [answer for answer in read_answers([toy.answers]) if answer.held_out]
+    options = replace(ASSESS, temperatures=(1.0,), per_class=1, typical=False)
+    found = assess(toy.backbone, [toy.trained], held_out, held_out, tmp_path, options, log=lambda line: None)
+    states = load_hidden_states(
+        tmp_path / "hidden", held_out, hidden_size=64, backbone_fingerprint=toy.backbone.fingerprint
+    )
+    heads = load_heads(toy.trained, hidden_size=64, vocab_size=260)
+    expected = evaluate(heads, OutputProjection.of_model(toy.backbone.model, None), states, node_counts=(3, 7))
+    for cell in found.heads[0].accuracy:
+        assert cell.accuracy == expected.accuracy[cell.label]
+        for kind in ("dynamic", "static"):
+            if kind == "dynamic" or cell.label == "all":
+                rates = {n: counts[cell.label].tokens_per_step for n, counts in getattr(expected, kind).items()}
+                assert getattr(cell, kind) == rates
+    assert [cell.label for cell in found.heads[0].accuracy] == ["all", "chat", "code"]
+    assert {cell.temperature for cell in found.heads[0].accuracy} == {1.0}
+
+
+def test_what_typical_acceptance_changes(assessment: Assessment, toy: Toy):
+    assert differing_tokens([1, 2, 3], [1, 5, 3, 4]) == 2
+    prompt = Answer("p", "", (1, 40, 41), ())
+    log_p = torch.log_softmax(toy.backbone.model(input_ids=torch.tensor([[1, 40, 41, 50, 51]])).logits[0], dim=-1)
+    expected = math.exp(-float(log_p[2, 50] + log_p[3, 51]) / 2)
+    assert perplexity(toy.backbone, [prompt], [[50, 51]]) == pytest.approx(expected, rel=1e-4)
+    for cell in assessment.heads[1].typical:
+        assert cell.tokens_per_step >= cell.exact_tokens_per_step
+        assert 0 < cell.differing_tokens < 1
+        assert cell.perplexity > 1
+    exact = [cell for cell in assessment.heads[1].decoded if cell.label == "all"]
+    assert [cell.exact_speedup for cell in assessment.heads[1].typical] == [cell.speedup for cell in exact]
+
+
+def test_the_report_is_one_page_with_plots_and_nothing_from_outside(assessment: Assessment):
+    """Well nested, and names from outside are escaped."""
+
+    class Checker(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.open: list[str] = []
+            self.seen: dict[str, int] = {}
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.seen[tag] = self.seen.get(tag, 0) + 1
+            if tag != "meta":
+                self.open.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert self.open.pop() == tag
+
+    page = assessment_html(replace(assessment, model="<script>x"))
+    checker = Checker()
+    checker.feed(page)
+    assert not checker.open
+    assert checker.seen["svg"] == 4
+    assert "script" not in checker.seen
+    assert not re.findall(r'(?:src|href)="(?!#)', page)
+    assert "untrained was trained for another backbone" in page
+    text = assessment_text(assessment)
+    assert "trained: tokens/step" in text
+    assert "(trained for another backbone)" in text
+
+
+def test_eval_on_the_command_line(toy: Toy, tmp_path, capsys):
+    toy.backbone.model.save_pretrained(tmp_path / "model")
+    toy.backbone.tokenizer.save_pretrained(tmp_path / "model")
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+
+    def run(*arguments: str) -> int:
+        shared = ["heads", "eval", "--model", str(tmp_path / "model"), "--heads", str(toy.trained)]
+        args = parser.parse_args([*shared, *arguments])
+        return args.run(args)
+
+    short = ("--per-class", "1", "--max-new-tokens", "6", "--temperatures", "0")
+    report = tmp_path / "report.html"
+    assert run("--heads", str(toy.untrained), *short, "--json", "--report", str(report)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [Path(heads["folder"]).name for heads in found["heads"]] == ["trained", "untrained"]
+    assert [cell["label"] for cell in found["heads"][0]["decoded"]] == ["all", "chat", "code", "creative"]
+    assert found["cost_ms"]["1"] > 0
+    assert report.read_text().startswith("<!doctype html>")
+    assert run("--heads", str(tmp_path / "missing"), *short) == 2
+    assert "missing/config.json can't be read" in capsys.readouterr().err
+    path = tmp_path / "none.jsonl"
+    path.write_text("")
+    assert run("--answers", str(path)) == 2
+    assert "held-out" in capsys.readouterr().err
+
+
+def test_refresh_gains_back_what_an_update_cost(toy: Toy, tmp_path):
+    """The update: noise on every weight, to which the old heads were never used."""
+    model = toy_model()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter += 0.012 * torch.randn(parameter.shape, generator=generator)
+    updated = Backbone("toy-2", model, tiny_tokenizer(), backbone_fingerprint(model))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in toy_prompts(150, 25)))
+    run = replace(
+        run_of(toy.answers, tmp_path / "new"), answers=(), prompts=prompts, initial=toy.trained, max_new_tokens=24
+    )
+    lines: list[str] = []
+    report = refresh_heads(updated, run, sample=100, epochs=3, learning_rate=3e-3, log=lines.append)
+    before, after = (each.dynamic[7]["all"].tokens_per_step for each in (report.before, report.after))
+    assert after > before + 0.05
+    assert "tokens/step" in lines[-1] and f"{before:.3f}" in lines[-1] and f"{after:.3f}" in lines[-1]
+    config = read_heads_config(tmp_path / "new")
+    assert config["backbone"]["fingerprint"] == updated.fingerprint
+    assert config["refreshed_from"]["fingerprint"] == toy.backbone.fingerprint
+    with pytest.raises(TrainingError, match="nothing to refresh"):
+        refresh_heads(toy.backbone, run, sample=9, epochs=1, learning_rate=1e-3)
+
+
+def test_a_sample_keeps_a_fifth_for_the_evaluation():
+    prompts = toy_prompts(150, 40)
+    chosen = sample_prompts(prompts, 100)
+    held_out = [p for p in chosen if Answer(p["id"], "", (), ()).held_out]
+    assert (len(chosen), len(held_out)) == (100, 20)
+    assert sample_prompts(prompts[::-1], 100) == chosen
+    assert len(sample_prompts(prompts, 1000)) == 190
+
+
+def test_options_to_go_on_with_are_the_heads_own():
+    heads = tiny_heads(num_heads=3)
+    options = options_for(heads, {"num_heads": 9, "dropout": 0.4, "alignment": 2.0})
+    assert (options.num_heads, options.inner_size, options.dropout) == (3, heads.inner_size, 0.4)
