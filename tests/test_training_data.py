@@ -112,7 +112,7 @@ def test_two_processes_train_as_one(tmp_path):
         from backends.training.workers import joined_workers
         from tests.test_training_data import OPTIONS, trained
         torch.set_num_threads(1)
-        with joined_workers(cpu=True) as workers:
+        with joined_workers() as workers:
             assert workers.count == 2
             folder = Path(sys.argv[1]) / str(workers.index)
             heads = trained(folder, OPTIONS, workers)
@@ -120,7 +120,7 @@ def test_two_processes_train_as_one(tmp_path):
             torch.save(heads.state_dict(), f"{folder}.pt")
     """
     base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    base |= {"ACCELERATE_USE_CPU": "true", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    base |= {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(tmp_path)], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}

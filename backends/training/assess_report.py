@@ -169,7 +169,7 @@ def _decoded_plot(assessment: Assessment) -> str:
     for axis in axes:
         axis.axhline(1.0, color="#888", linewidth=0.8)
         axis.set_xticks(range(len(labels)), labels, fontsize=7)
-    axes[0].legend(fontsize=8)
+    _legend(figure, axes)
     return _svg(figure)
 
 
@@ -189,7 +189,7 @@ def _accuracy_plot(assessment: Assessment) -> str:
                 )
         axis.set_xlabel("k")
         axis.set_ylim(0, 1)
-    axes[0].legend(fontsize=6)
+    _legend(figure, axes)
     return _svg(figure)
 
 
@@ -209,7 +209,7 @@ def _trees_plot(assessment: Assessment) -> str:
                     label=f"{name}, {kind}",
                 )
         axis.set_xlabel("nodes")
-    axes[0].legend(fontsize=7)
+    _legend(figure, axes)
     return _svg(figure)
 
 
@@ -228,6 +228,7 @@ def _overall(heads: HeadsAssessment, temperature: float) -> AccuracyCell:
 def _axes(count: int, *titles: str) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise TrainingError("plots need matplotlib; install it with: pip install 'medusa-gateway[train]'") from None
     figure = Figure(figsize=(max(5.0, 4.6 * count), 3.4), layout="constrained")
@@ -235,7 +236,13 @@ def _axes(count: int, *titles: str) -> tuple[Any, list[Any]]:
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title, fontsize=10)
         axis.grid(alpha=0.25)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
+
+
+def _legend(figure: Any, axes: Sequence[Any]) -> None:
+    """One for all axes, below them."""
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
 
 
 def _svg(figure: Any) -> str:

@@ -1,8 +1,9 @@
-"""The processes that train together: one, or several that ``accelerate launch`` started."""
+"""The processes that train together: one, or several that a launcher started."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -70,11 +71,17 @@ class Workers:
 
 
 @contextlib.contextmanager
-def joined_workers(*, cpu: bool = False) -> Iterator[Workers]:
-    """The workers as the launcher's environment says; one alone without a launcher. ``cpu``: no accelerators."""
+def joined_workers() -> Iterator[Workers]:
+    """The workers as the launcher's environment says (``accelerate launch`` or ``torchrun``), one alone without it.
+
+    On a machine without accelerators they train on its CPU. Raises RuntimeError when they can't find each other.
+    """
     from accelerate import PartialState
 
-    state = PartialState(cpu=cpu, timeout=_PATIENCE)
+    state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != started:
+        raise RuntimeError(f"{started} processes were started, but accelerate sees {state.num_processes}")
     try:
         yield Workers(torch.device(state.device or "cpu"), state.num_processes, state.process_index)
         # Whoever leaves first would tear down what the others still talk through.

@@ -139,7 +139,11 @@ def run_train(args: argparse.Namespace) -> int:
 
     def train() -> None:
         with joined_workers() as workers:
-            backbone, shared, log = open_backbone(args, workers), replace(run, workers=workers), log_of(workers)
+            backbone, shared, log = (
+                open_backbone(args, str(workers.device)),
+                replace(run, workers=workers),
+                log_of(workers),
+            )
             if args.stage == 2:
                 adapt_backbone(backbone, shared, _joint_options(args), log=log)
             else:

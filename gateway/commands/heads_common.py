@@ -31,10 +31,10 @@ def cleaning_options(args: argparse.Namespace) -> CleaningOptions:
     return CleaningOptions(args.min_tokens, args.max_repetition, args.balance)
 
 
-def open_backbone(args: argparse.Namespace, workers: Workers | None = None) -> Backbone:
+def open_backbone(args: argparse.Namespace, device: str = "cpu") -> Backbone:
     from backends.training.backbone import load_backbone
 
-    return load_backbone(args.model, threads=args.threads, device="cpu" if workers is None else str(workers.device))
+    return load_backbone(args.model, threads=args.threads, device=device)
 
 
 def log_of(workers: Workers) -> Callable[[str], object]:

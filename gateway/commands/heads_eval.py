@@ -25,6 +25,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model(parser)
     add = parser.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
     add("--heads", type=Path, action="append", required=True, help="heads folder; may be given several times")
     add("--answers", type=Path, nargs="+", default=[], help="the model's answers: their held-out share is used")
     add(
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             typical=args.typical,
             seed=args.seed,
         )
-        backbone = open_backbone(args)
+        backbone = open_backbone(args, args.device)
         prompts, answers = _prompts_and_answers(args, backbone)
         with tempfile.TemporaryDirectory() as scratch:
             work_dir = args.work_dir or Path(scratch)

@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     def refresh() -> None:
         with joined_workers() as workers:
             refresh_heads(
-                open_backbone(args, workers),
+                open_backbone(args, str(workers.device)),
                 replace(run, workers=workers),
                 sample=args.sample,
                 epochs=args.epochs,
