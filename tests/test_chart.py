@@ -20,11 +20,25 @@ from gateway import server
 from gateway.cli import build_parser
 from gateway.commands import serve
 from gateway.controller import FLUSH_PATIENCE_S
+from gateway.version import package_version
 from policy.format import parse_policy
 from policy.redis_client import RedisTarget, parse_redis_url
 from policy.runtime import PolicyRuntime
 from telemetry.catalog import BY_NAME
-from tests.chart import CHART, NAMESPACE, NEWEST, OLDEST, RELEASE, Document, Rendered, cases, overlaid, presets, render
+from tests.chart import (
+    CHART,
+    NAMESPACE,
+    NEWEST,
+    OLDEST,
+    RELEASE,
+    Document,
+    Rendered,
+    cases,
+    overlaid,
+    presets,
+    render,
+    render_files,
+)
 
 CASES = cases()
 NOT_KUBERNETES = {"ServiceMonitor", "PrometheusRule", "HTTPRoute"}
@@ -83,6 +97,15 @@ def test_an_installation_without_a_cluster() -> None:
     assert {"Deployment", "StatefulSet", "HorizontalPodAutoscaler", "Secret"} <= kinds
     assert "Pod" not in kinds, "the test's pod is a hook"
     assert f"helm -n {NAMESPACE} test {RELEASE}" in release["notes"]
+
+
+def test_a_package_renders_the_same(tmp_path: Path) -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        archive = chart.save(tmp_path)
+    assert Path(archive).name == f"medusa-gateway-{package_version()}.tgz"
+    with helm_python.Chart.load(archive) as chart:
+        assert chart.render({}, name=RELEASE, namespace=NAMESPACE) == render_files({})
+        assert chart.metadata["appVersion"] == package_version()
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
