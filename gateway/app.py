@@ -13,6 +13,7 @@ from litestar.exceptions import HTTPException
 from gateway import completions, models
 from gateway.admin import admin_routes
 from gateway.errors import handle_exception
+from gateway.observing import RequestTelemetry, metrics, observed
 from gateway.openapi import openapi_route
 from gateway.request_id import RequestIdHeader
 from gateway.state import GatewayState
@@ -25,6 +26,7 @@ ROUTES = (
     models.health,
     models.readiness,
     models.pointer,
+    metrics,
 )
 
 
@@ -45,7 +47,8 @@ def create_app(state: GatewayState) -> Litestar:
     return Litestar(
         route_handlers=[*ROUTES, *admin_routes(), openapi_route(sorted(state.backends.models))],
         state=State({"gateway": state}),
-        lifespan=[partial(_controlled, state)],
+        lifespan=[partial(_controlled, state), partial(observed, state)],
+        middleware=[RequestTelemetry(state)],
         exception_handlers={HTTPException: handle_exception, Exception: handle_exception},
         before_send=[RequestIdHeader(state.new_id)],
         request_max_body_size=state.settings.max_body_bytes,

@@ -11,6 +11,8 @@ from litestar import Request
 from litestar.exceptions import HTTPException
 from litestar.response import Response
 
+from gateway.request_record import record_of
+
 logger = logging.getLogger("gateway")
 
 CLIENT_CLOSED_REQUEST = 499
@@ -146,14 +148,21 @@ def to_response(error: APIError) -> Response[bytes]:
 
 def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """The one exception handler of the app. Unexpected errors are logged here and told as a bare 500."""
+    told = _as_told(request, error)
+    record = record_of(request.scope)
+    record.status, record.error = told.status, told.code or told.type
+    return to_response(told)
+
+
+def _as_told(request: Request[Any, Any, Any], error: Exception) -> APIError:
     if isinstance(error, APIError):
-        return to_response(error)
+        return error
     if isinstance(error, HTTPException):
         if error.status_code < 500:
-            return to_response(from_framework(error, request.method, request.url.path))
+            return from_framework(error, request.method, request.url.path)
         if error.detail == "client disconnected prematurely":
-            return to_response(ClientDisconnected("The client left while its body was read."))
-    return to_response(handle_unexpected(error, f"{request.method} {request.url.path}"))
+            return ClientDisconnected("The client left while its body was read.")
+    return handle_unexpected(error, f"{request.method} {request.url.path}")
 
 
 def handle_unexpected(error: Exception, where: str) -> APIError:

@@ -18,15 +18,18 @@ from gateway.generation import Generation, unless_disconnected
 from gateway.openai_types import GenerationFields
 from gateway.planning import arm_of, plan_for, prompt_to_classify, turn_of
 from gateway.request_id import request_id_of
+from gateway.request_record import note_asked, note_results, record_of
 from gateway.results import ChoiceResult, collect, decoding_report
 from gateway.routing.backends import EngineBackend, ServedModel
 from gateway.settings import GatewaySettings
 from gateway.state import GatewayState
-from gateway.streaming import ChoiceWriter, EventStream, StreamWriter, events
+from gateway.streaming import ChoiceWriter, EventStream, StreamWriter, events, noting_failure
 from gateway.validation import choice_seed, requested_max_tokens, sampling_params, token_budget
 from policy.decision import Decision
+from policy.livestats import KeyStats
 from policy.records import DecisionRecord
 from policy.spec import RequestFacts
+from telemetry.request import RequestRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class Planned:
     decision: Decision
     plan: DecodingPlan
     stats_key: str
+    stats: KeyStats | None = None
+    """What the decision looked at, as it was then."""
 
     def as_dict(self) -> dict[str, Any]:
         plan = self.plan
@@ -121,6 +126,8 @@ async def answer_call(
     info = served.decoder.info
     sampling = sampling_params(body, info, gateway.settings, call.logprobs)
     max_tokens = requested_max_tokens(body)
+    record = record_of(request.scope)
+    note_asked(record, body, None if max_tokens is None else max_tokens[1])
     # Before a place is taken: what can't be planned at all is refused first.
     plan_for(body.decoding, info)
     ticket = gateway.admission.admit(call.sequences, backend.places)
@@ -131,6 +138,7 @@ async def answer_call(
             for ids in prompts
         ]
         answer_id = call.id_prefix + gateway.new_id()
+        deciding = gateway.telemetry.clock()
         planned = plan_call(call, served, routed.class_name, prompts, answer_id, request, gateway)
         if routed.why is not None:
             planned = replace(planned, plan=replace(planned.plan, reason=f"{planned.plan.reason}; {routed.why}"))
@@ -141,6 +149,11 @@ async def answer_call(
             prompt_tokens=sum(len(ids) for ids in prompts),
             plan=planned.plan,
         )
+        record.decided = deciding, gateway.telemetry.clock()
+        record.decision, record.plan, record.stats = planned.decision, planned.plan, planned.stats
+        record.answer_id, record.prompt_tokens = answer_id, answer.prompt_tokens
+        if record.content is not None:
+            record.content["gen_ai.input.messages"] = prompt_to_classify(body)
         seed = gateway.new_seed() if body.seed is None else body.seed
         deadline_s = deadline_of(body, gateway.settings, planned.decision)
         if deadline_s is not None:
@@ -151,7 +164,8 @@ async def answer_call(
             DecisionRecord(answer_id, planned.facts, planned.decision, gateway.wall_clock(), planned.as_dict()),
             request_id_of(request.scope, gateway.new_id),
         )
-        return await _run(call, served, answer, sequences, ticket, request, gateway.controller)
+        record.submitted_at = gateway.telemetry.clock()
+        return await _run(call, served, answer, sequences, ticket, request, gateway)
     except BaseException:
         ticket.close()
         raise
@@ -223,7 +237,8 @@ def plan_call(
     decision = controller.decide(facts, dry=dry)
     plan = replace(plan_for(body.decoding, decoder.info, decision), adapted_from=decoder.info.adapted_from)
     arm = arm_of(plan, decision)
-    return Planned(facts, decision, plan, controller.stats_key(facts, decision.bucket, arm))
+    stats = controller.statistics.live.find(facts.model, facts.class_name, decision.bucket)
+    return Planned(facts, decision, plan, controller.stats_key(facts, decision.bucket, arm), stats)
 
 
 async def _run(
@@ -233,14 +248,16 @@ async def _run(
     sequences: list[GenerationRequest],
     ticket: Ticket,
     request: Request[Any, Any, Any],
-    controller: Controller,
+    gateway: GatewayState,
 ) -> ASGIResponse:
-    generation = Generation(served.decoder, sequences, ticket)
+    controller = gateway.controller
+    generation, record = Generation(served.decoder, sequences, ticket), record_of(request.scope)
     try:
         if not call.body.stream:
             results = await unless_disconnected(request.receive, collect(generation, len(sequences)))
             generation.close()
             controller.decisions.finish(answer.id, decoding_report(answer.plan, results))
+            note_results(record, results)
             return ASGIResponse(body=call.response(answer, results), media_type="application/json", status_code=200)
         options = call.body.stream_options
         writer = StreamWriter(
@@ -253,8 +270,10 @@ async def _run(
             plan=answer.plan,
             writers=[call.choice_writer() for _ in sequences],
         )
-        chunks = _with_outcome(generation.chunks(), answer, len(sequences), controller)
+        chunks = noting_failure(generation.chunks(), record)
+        chunks = _with_outcome(chunks, answer, len(sequences), controller, record)
         first = await unless_disconnected(request.receive, _first(chunks))
+        record.first_token_at = gateway.telemetry.clock()
         return EventStream(events(first, chunks, writer, generation), close=generation.close)
     except BaseException:
         generation.close()
@@ -295,17 +314,24 @@ def deadline_of(body: GenerationFields, settings: GatewaySettings, decision: Dec
 
 
 async def _with_outcome(
-    chunks: AsyncGenerator[tuple[int, TokenChunk], None], answer: Answer, count: int, controller: Controller
+    chunks: AsyncGenerator[tuple[int, TokenChunk], None],
+    answer: Answer,
+    count: int,
+    controller: Controller,
+    record: RequestRecord,
 ) -> AsyncGenerator[tuple[int, TokenChunk], None]:
     """The same chunks; the books of a stream are closed with its last one."""
     results = [ChoiceResult() for _ in range(count)]
     left = count
     async for index, chunk in chunks:
+        if record.content is not None:
+            results[index].keep(chunk)
         if chunk.finish_reason is not None:
             results[index].note(chunk)
             left -= 1
             if left == 0:
                 controller.decisions.finish(answer.id, decoding_report(answer.plan, results))
+                note_results(record, results)
         yield index, chunk
 
 

@@ -69,6 +69,8 @@ class GatewayServer(uvicorn.Server):
             ws="none",
             log_level="info" if access_log else "warning",
             access_log=access_log,
+            # Its lines go where all others go, in the same form.
+            log_config=None,
             server_header=False,
             timeout_graceful_shutdown=int(UNWIND_S),
         )

@@ -15,6 +15,7 @@ from gateway.admission import Admission
 from gateway.controller import Controller
 from gateway.routing.backends import Backends, ServedModel
 from gateway.settings import GatewaySettings
+from telemetry.service import Telemetry
 
 _system_random = random.SystemRandom()
 
@@ -39,6 +40,7 @@ class GatewayState:
     new_seed: Callable[[], int] = random_seed
     new_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
     controller: Controller = field(default_factory=Controller.plain)
+    telemetry: Telemetry = field(default_factory=Telemetry.off)
 
     @classmethod
     def create(
@@ -46,6 +48,7 @@ class GatewayState:
         models: Mapping[str, ServedModel] | Backends,
         settings: GatewaySettings | None = None,
         controller: Controller | None = None,
+        telemetry: Telemetry | None = None,
     ) -> GatewayState:
         """A state with the real clocks, an admission of all places, and the plainest controller.
 
@@ -63,6 +66,7 @@ class GatewayState:
             settings=settings,
             admission=Admission(capacity),
             controller=controller or Controller.plain(),
+            telemetry=telemetry or Telemetry.off(),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from litestar.response.streaming import ASGIStreamingResponse
@@ -13,6 +13,7 @@ from gateway.errors import APIError, handle_unexpected
 from gateway.generation import Generation
 from gateway.logprobs import CompletionLogprobsWriter, chat_logprobs
 from gateway.results import ChoiceResult, decoding_report, usage
+from telemetry.request import RequestRecord
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
@@ -23,6 +24,7 @@ HEADERS = {
 }
 
 _encode = msgspec.json.encode
+T = TypeVar("T")
 
 
 class ChoiceWriter(Protocol):
@@ -142,6 +144,16 @@ async def events(
     finally:
         generation.close()
     yield DONE
+
+
+async def noting_failure(chunks: AsyncGenerator[T, None], record: RequestRecord) -> AsyncGenerator[T, None]:
+    """The same chunks. A stream that breaks has its status already: only its record can still say so."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except APIError as error:
+        record.error = error.code or error.type
+        raise
 
 
 class EventStream(ASGIStreamingResponse):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from backends.types import DecodeCounters
 from policy.book import EPOCH_S, epoch_of
 from policy.statistics import Statistics, fold
-from policy.store import Prior, Register, StatsStore, StoreUnavailable
+from policy.store import MemoryStore, Prior, Register, StatsStore, StoreUnavailable
 
 READ_EPOCHS = 12
 """Two minutes: what a starting replica takes over, and how long a closed epoch waits at most to be folded."""
@@ -22,7 +22,10 @@ PRIOR_MOST_STEPS = 50_000.0
 
 @dataclass(frozen=True, slots=True)
 class StoreHealth:
-    """``ok`` None: not tried yet. ``since``: when ``ok`` last changed. ``failures``: in a row."""
+    """``ok`` None: not tried yet. ``since``: when ``ok`` last changed. ``failures``: in a row.
+
+    ``remote``: a server that may be away, rather than this process's memory.
+    """
 
     store: str
     ok: bool | None = None
@@ -30,6 +33,7 @@ class StoreHealth:
     since: float = 0.0
     failures: int = 0
     error: str | None = None
+    remote: bool = True
 
 
 class StoreSync:
@@ -41,7 +45,7 @@ class StoreSync:
         self._serial = 0
         self._all_read_in: int | None = None
         self._suspect = True
-        self.health = StoreHealth(store.describe, durable=store.durable)
+        self.health = StoreHealth(store.describe, durable=store.durable, remote=not isinstance(store, MemoryStore))
         self.rewritten_epochs = 0
         self.folds = 0
 
@@ -117,4 +121,5 @@ class StoreSync:
             since=now if ok != before.ok else before.since,
             failures=0 if ok else before.failures + 1,
             error=error,
+            remote=before.remote,
         )

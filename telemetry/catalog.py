@@ -19,6 +19,8 @@ OTHER = "other"
 """The value of a label for a model or class that this gateway doesn't know."""
 MOST_CLASSES = 64
 """Classes with series of their own; a policy may name more, and they share :data:`OTHER`."""
+MOST_ERRORS = 64
+"""Values of ``error.type`` with series of their own."""
 MOST_HEADS = 16
 MOST_RANKS = 5
 """Heads and ranks with an accuracy series of their own."""
@@ -54,6 +56,8 @@ class Metric:
 
 MODEL, CLASS = "model", "class"
 _BY_CLASS = (MODEL, CLASS)
+_ENGINE = (MODEL, "backend")
+"""A model may have several engines; each is a backend with a name of its own."""
 _GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", CLASS)
 
 # The convention's buckets begin at 10 ms; a small model's tokens come in one or two.
@@ -161,40 +165,40 @@ TIME_PER_OUTPUT_TOKEN = Metric(
 
 # The engine.
 
-QUEUE_DEPTH = Metric("medusa_queue_depth", "gauge", "{sequence}", "Sequences that wait for the engine.", (MODEL,))
+QUEUE_DEPTH = Metric("medusa_queue_depth", "gauge", "{sequence}", "Sequences that wait for the engine.", _ENGINE)
 QUEUE_OLDEST_AGE = Metric(
-    "medusa_queue_oldest_age", "gauge", "s", "How long the sequence at the head of the queue has waited.", (MODEL,)
+    "medusa_queue_oldest_age", "gauge", "s", "How long the sequence at the head of the queue has waited.", _ENGINE
 )
 RUNNING_SEQUENCES = Metric(
-    "medusa_running_sequences", "gauge", "{sequence}", "Sequences that are being decoded.", (MODEL,)
+    "medusa_running_sequences", "gauge", "{sequence}", "Sequences that are being decoded.", _ENGINE
 )
-KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", (MODEL,))
-KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", (MODEL,))
-ENGINE_UP = Metric("medusa_engine_up", "gauge", "", "1 while the model's engine takes requests, else 0.", (MODEL,))
+KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", _ENGINE)
+KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", _ENGINE)
+ENGINE_UP = Metric("medusa_engine_up", "gauge", "", "1 while the model's engine takes requests, else 0.", _ENGINE)
 STEP_DURATION = Metric(
     "medusa_step_duration",
     "histogram",
     "s",
     "Time of an engine step. Kind: prefill (with prompt rows), verification (with candidates) or vanilla.",
-    (MODEL, "kind"),
+    (*_ENGINE, "kind"),
     _PER_TOKEN,
 )
 STEP_ROWS = Metric(
-    "medusa_step_rows", "histogram", "{row}", "Rows of an engine step, by kind of step.", (MODEL, "kind"), _ROWS
+    "medusa_step_rows", "histogram", "{row}", "Rows of an engine step, by kind of step.", (*_ENGINE, "kind"), _ROWS
 )
 VANILLA_STEP = Metric(
     "medusa_vanilla_step_duration",
     "gauge",
     "s",
     "What a step of the last minute's batches costs without candidates, by the measured cost table; mean.",
-    (MODEL,),
+    _ENGINE,
 )
 VERIFICATION_RATIO = Metric(
     "medusa_verification_step_ratio",
     "gauge",
     "",
     "Measured time of steps with candidates over the table's time of the same batches without, over the last minute.",
-    (MODEL,),
+    _ENGINE,
 )
 
 # What decisions rest on.

@@ -26,13 +26,15 @@ Figures = Mapping[str, Mapping[Labels, float]]
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What figures are made of. ``fallbacks``: how many there were by (model, class), since the start.
+    """What figures are made of. ``decoders``: the engines of this process by the names of their backends.
 
-    ``store`` None: there is no store, or it was not tried yet. ``alerts``: state by labels of ``medusa_alert_state``.
+    ``fallbacks``: how many there were by (model, class), since the start. ``store`` None: there is no store.
+    ``alerts``: state by labels of ``medusa_alert_state``.
     """
 
     statistics: Statistics
     decoders: Mapping[str, Decoder]
+    models: Sequence[str]
     classes: Sequence[str]
     policy: PolicyStatus
     fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class ClosedLabels:
 
 @dataclass(slots=True)
 class _StepSums:
-    """Sums over the steps of one model; the vanilla ones of all steps, the others of those with candidates only."""
+    """Sums over the steps of one engine; the vanilla ones of all steps, the others of those with candidates only."""
 
     steps: int = 0
     vanilla_s: float = 0.0
@@ -65,12 +67,12 @@ class _StepSums:
 
 
 class StepWindow:
-    """What steps of the last minute cost, by model, in sums by the second. Times must not go back."""
+    """What steps of the last minute cost, by backend, in sums by the second. Times must not go back."""
 
     def __init__(self) -> None:
         self._ticks: dict[str, deque[tuple[float, _StepSums]]] = {}
 
-    def add(self, model: str, samples: Iterable[StepSample], now: float) -> None:
+    def add(self, backend: str, samples: Iterable[StepSample], now: float) -> None:
         sums = _StepSums()
         for sample in samples:
             if sample.kind == "prefill":  # its rows are prompts: nothing to compare with vanilla decoding
@@ -80,21 +82,21 @@ class StepWindow:
             if sample.kind == "verification":
                 sums.verified_s += sample.seconds
                 sums.verified_vanilla_s += sample.vanilla_s
-        ticks = self._ticks.setdefault(model, deque())
+        ticks = self._ticks.setdefault(backend, deque())
         if sums.steps:
             ticks.append((now, sums))
         while ticks and ticks[0][0] <= now - WINDOW_S:
             ticks.popleft()
 
-    def vanilla_step_s(self, model: str) -> float | None:
+    def vanilla_step_s(self, backend: str) -> float | None:
         """Mean seconds that the cost table gives a step without candidates; None without steps."""
-        ticks = self._ticks.get(model, ())
+        ticks = self._ticks.get(backend, ())
         steps = sum(sums.steps for _, sums in ticks)
         return sum(sums.vanilla_s for _, sums in ticks) / steps if steps else None
 
-    def verification_ratio(self, model: str) -> float | None:
+    def verification_ratio(self, backend: str) -> float | None:
         """Measured time of steps with candidates over the table's for the same batches without; None without such."""
-        ticks = self._ticks.get(model, ())
+        ticks = self._ticks.get(backend, ())
         vanilla = sum(sums.verified_vanilla_s for _, sums in ticks)
         return sum(sums.verified_s for _, sums in ticks) / vanilla if vanilla > 0 else None
 
@@ -107,13 +109,14 @@ def take_figures(sources: Sources, steps: StepWindow, now: float) -> Figures:
         if value is not None:
             found.setdefault(metric.name, {})[labels] = float(value)
 
-    closed = ClosedLabels(sources.decoders, sources.classes)
+    closed = ClosedLabels(sources.models, sources.classes)
     _classes(put, sources, closed, now)
     _counts(put, sources, closed)
     _engines(put, sources.decoders, steps)
     if sources.store is not None and sources.store.ok is not None:
         put(catalog.REDIS_UP, sources.store.ok)
-    put(catalog.POLICY_RELOADS, sources.policy.accepted, "accepted")
+    # The first is what the gateway started with.
+    put(catalog.POLICY_RELOADS, max(sources.policy.accepted - 1, 0), "accepted")
     put(catalog.POLICY_RELOADS, sources.policy.rejected, "rejected")
     for labels, state in sources.alerts.items():
         put(catalog.ALERT_STATE, state, *labels)
@@ -178,13 +181,13 @@ def _counts(put: _Put, sources: Sources, closed: ClosedLabels) -> None:
 
 
 def _engines(put: _Put, decoders: Mapping[str, Decoder], steps: StepWindow) -> None:
-    for model, decoder in decoders.items():
-        load = decoder.load()
-        put(catalog.QUEUE_DEPTH, load.waiting, model)
-        put(catalog.QUEUE_OLDEST_AGE, load.oldest_wait_s, model)
-        put(catalog.RUNNING_SEQUENCES, load.running, model)
-        put(catalog.KV_PAGES_USED, load.kv_pages_used, model)
-        put(catalog.KV_PAGES_LIMIT, load.kv_pages_total, model)
-        put(catalog.ENGINE_UP, decoder.alive, model)
-        put(catalog.VANILLA_STEP, steps.vanilla_step_s(model), model)
-        put(catalog.VERIFICATION_RATIO, steps.verification_ratio(model), model)
+    for backend, decoder in decoders.items():
+        load, labels = decoder.load(), (decoder.info.name, backend)
+        put(catalog.QUEUE_DEPTH, load.waiting, *labels)
+        put(catalog.QUEUE_OLDEST_AGE, load.oldest_wait_s, *labels)
+        put(catalog.RUNNING_SEQUENCES, load.running, *labels)
+        put(catalog.KV_PAGES_USED, load.kv_pages_used, *labels)
+        put(catalog.KV_PAGES_LIMIT, load.kv_pages_total, *labels)
+        put(catalog.ENGINE_UP, decoder.alive, *labels)
+        put(catalog.VANILLA_STEP, steps.vanilla_step_s(backend), *labels)
+        put(catalog.VERIFICATION_RATIO, steps.verification_ratio(backend), *labels)

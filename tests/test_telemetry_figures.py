@@ -19,6 +19,7 @@ from tests.fakes import FakeDecoder
 
 MODEL = "fake-model"
 CODE = (MODEL, "code")
+ENGINE = (MODEL, "engine-0")
 POLICY = parse_policy(b"version: 1\n", "policy")
 
 
@@ -53,9 +54,10 @@ class Bench:
         self.statistics.refresh(POLICY, self.now, "local")
 
     def figures(self, classes: tuple[str, ...] = ("code", "chat"), **changed: Any) -> Figures:
-        decoders = {MODEL: FakeDecoder()}
+        decoders = {ENGINE[1]: FakeDecoder()}
         status = PolicyStatus("policy", "1-abc", 0.0, accepted=3, rejected=1)
-        return take_figures(Sources(self.statistics, decoders, classes, status, **changed), self.steps, self.now)
+        sources = Sources(self.statistics, decoders, (MODEL,), classes, status, **changed)
+        return take_figures(sources, self.steps, self.now)
 
 
 @pytest.fixture
@@ -123,12 +125,12 @@ def test_the_control_group_shows_how_far_the_cost_table_is_off(bench: Bench) -> 
 def test_steps_are_compared_with_vanilla_ones_of_the_same_batch(bench: Bench) -> None:
     verification = StepSample("verification", 40, 0.030, 0.020)
     vanilla = StepSample("vanilla", 8, 0.011, 0.010)
-    bench.steps.add(MODEL, [verification, vanilla, StepSample("prefill", 200, 0.5, 0.4)], bench.now)
+    bench.steps.add(ENGINE[1], [verification, vanilla, StepSample("prefill", 200, 0.5, 0.4)], bench.now)
     figures = bench.figures()
-    assert figures["medusa_verification_step_ratio"] == {(MODEL,): pytest.approx(1.5)}
-    assert figures["medusa_vanilla_step_duration"] == {(MODEL,): pytest.approx(0.015)}
+    assert figures["medusa_verification_step_ratio"] == {ENGINE: pytest.approx(1.5)}
+    assert figures["medusa_vanilla_step_duration"] == {ENGINE: pytest.approx(0.015)}
     bench.now += WINDOW_S
-    bench.steps.add(MODEL, [], bench.now)
+    bench.steps.add(ENGINE[1], [], bench.now)
     assert "medusa_vanilla_step_duration" not in bench.figures()
 
 
@@ -137,16 +139,16 @@ def test_the_rest_is_told_as_it_is(bench: Bench, ok: bool, expected: float) -> N
     alert = ("slow", "warning", *CODE)
     figures = bench.figures(store=StoreHealth("redis", ok=ok), alerts={alert: 2})
     assert figures["medusa_redis_up"] == {(): expected}
-    assert figures["medusa_policy_reloads"] == {("accepted",): 3, ("rejected",): 1}
+    assert figures["medusa_policy_reloads"] == {("accepted",): 2, ("rejected",): 1}
     assert figures["medusa_alert_state"] == {alert: 2}
-    assert figures["medusa_engine_up"] == {(MODEL,): 1}
-    assert figures["medusa_kv_pages_limit"] == {(MODEL,): 64}
+    assert figures["medusa_engine_up"] == {ENGINE: 1}
+    assert figures["medusa_kv_pages_limit"] == {ENGINE: 64}
 
 
 def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> None:
     bench.count()
     bench.count(arm="control", control_vanilla_us=1000, control_measured_us=1200)
-    bench.steps.add(MODEL, [StepSample("verification", 40, 0.03, 0.02)], bench.now)
+    bench.steps.add(ENGINE[1], [StepSample("verification", 40, 0.03, 0.02)], bench.now)
     figures: Mapping[str, Any] = bench.figures(store=StoreHealth("redis", ok=True), alerts={("a", "info", *CODE): 0})
     histograms = {name for name, metric in BY_NAME.items() if metric.kind == "histogram"}
     assert set(figures) == set(BY_NAME) - histograms

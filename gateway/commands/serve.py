@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands import serve_telemetry
 from gateway.settings import GatewaySettings, is_loopback
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="listen on an address that others can reach, although requests are not authenticated",
     )
+    serve_telemetry.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -91,10 +93,11 @@ def run(args: argparse.Namespace) -> int:
             f"--host {args.host} can be reached from other machines, and requests are not authenticated: keep "
             "127.0.0.1 (behind a proxy of yours), or add --insecure-allow-remote if the network is trusted."
         )
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    serve_telemetry.configure_logs(args)
     # A broken policy and a mistyped URL, like a taken port, should not cost the loading of a model to find out.
     controller = _controller(args)
     spec = None if args.backends is None else _read_backends(args, controller)
+    telemetry = serve_telemetry.open_telemetry(args, controller.statistics.replica)
     # Bound before the model is loaded: a taken port should not cost a minute to find out.
     try:
         bound = bind(args.host, args.port)
@@ -111,8 +114,10 @@ def run(args: argparse.Namespace) -> int:
                 deadline_s=args.deadline,
                 drain_timeout_s=args.drain_timeout,
             )
-            run_server(GatewayState.create(backends, settings, controller), bound, access_log=args.access_log)
+            state = GatewayState.create(backends, settings, controller, telemetry)
+            run_server(state, bound, access_log=args.access_log)
         finally:
+            telemetry.shutdown()
             for engine in backends.engines:
                 engine.served.decoder.close()
     finally:

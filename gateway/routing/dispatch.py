@@ -11,6 +11,7 @@ from litestar.response.base import ASGIResponse
 
 from gateway.errors import APIError, InvalidRequest, QueueFull, Unavailable
 from gateway.inference import Call, Routed, answer_call, class_of
+from gateway.request_record import record_of
 from gateway.routing.backends import Backend, EngineBackend
 from gateway.routing.choice import Candidate, Choice, choose
 from gateway.state import GatewayState
@@ -39,11 +40,22 @@ def route(
     """Where ``call`` would go now. ``failed``: backends that failed on it, and how. Raises ModelNotFound or, for a
     class that there is not, InvalidRequest."""
     backends = gateway.backends.of_model(call.body.model)
-    class_name = class_name or class_of(call.body, gateway.controller)
+    if class_name is None:
+        class_name = _classified(call, request, gateway)
     hops = hops_of(request)
     candidates = [_candidate(each, call, hops, failed or {}) for each in backends]
     choice = choose(candidates, class_name, call.sequences)
     return RoutedTo(class_name, None if choice.name is None else gateway.backends[choice.name], choice)
+
+
+def _classified(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> str:
+    record, began = record_of(request.scope), gateway.telemetry.clock()
+    record.model = call.body.model
+    record.class_name = class_of(call.body, gateway.controller)
+    record.classified = began, gateway.telemetry.clock()
+    hinted = call.body.decoding is not None and call.body.decoding.class_ is not None
+    record.class_source = "request" if hinted else "classifier"
+    return record.class_name
 
 
 async def dispatch(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> ASGIResponse:

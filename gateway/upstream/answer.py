@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from functools import partial
 from typing import Any
 
 import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
+from opentelemetry import propagate
 
 from gateway.errors import EngineFailure
 from gateway.generation import unless_disconnected
@@ -17,8 +17,9 @@ from gateway.inference import Call, Routed, deadline_of, facts_of
 from gateway.openai_responses import RemoteReport
 from gateway.planning import refuse_what_policy_forbids
 from gateway.request_id import request_id_of
+from gateway.request_record import note_asked, record_of
 from gateway.state import GatewayState
-from gateway.streaming import EventStream
+from gateway.streaming import EventStream, noting_failure
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.payload import decoding_wishes, estimated_prompt_tokens, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
@@ -51,13 +52,19 @@ async def answer_remotely(
     arrived = gateway.clock()
     # What contradicts itself is refused here, in our words, whichever backend would see it.
     sampling_params(body, backend.info, gateway.settings, call.logprobs)
-    requested_max_tokens(body)
-    answer_id = call.id_prefix + gateway.new_id()
+    max_tokens = requested_max_tokens(body)
+    record = record_of(request.scope)
+    note_asked(record, body, None if max_tokens is None else max_tokens[1])
+    answer_id = record.answer_id = call.id_prefix + gateway.new_id()
+    deciding = gateway.telemetry.clock()
     facts, decision = decide_remotely(call, backend, routed.class_name, answer_id, request, gateway)
+    record.decision, record.decided = decision, (deciding, gateway.telemetry.clock())
     report = report_of(backend, decision, routed.why)
     temperature = decision.temperature if body.temperature is not None or _set_by_policy(decision) else None
     path, sent = payload(body, backend.spec.dialect, backend.spec.upstream_model, temperature)
     hops = {HOPS_HEADER: str(hops_of(request) + 1), "x-request-id": request_id_of(request.scope, gateway.new_id)}
+    # The upstream's spans become children of ours, or of the client's where we have none.
+    propagate.inject(hops)
     ticket = gateway.admission.admit(call.sequences, backend.places)
     try:
         answer = UpstreamAnswer(backend, path, sent, hops, call.sequences)
@@ -77,7 +84,8 @@ async def answer_remotely(
         )
         deadline_s = deadline_of(body, gateway.settings, decision)
         cut = CutAtDeadline()
-        chunks = answer.chunks()
+        chunks = noting_failure(answer.chunks(), record)
+        record.submitted_at = gateway.telemetry.clock()
         if deadline_s is not None:
             chunks = _until(chunks, max(deadline_s - (gateway.clock() - arrived), 0.0), cut)
         created = int(gateway.wall_clock())
@@ -86,17 +94,24 @@ async def answer_remotely(
             gathered = await unless_disconnected(request.receive, _gather(chunks, call.sequences))
             report = cut.shown_in(gathered.report(report))
             gateway.controller.decisions.finish(answer_id, report)
+            record.completed = True
             close()
             return ASGIResponse(body=gathered.body(identity, report), media_type="application/json", status_code=200)
+
+        def ended(report: RemoteReport) -> None:
+            gateway.controller.decisions.finish(answer_id, report)
+            record.completed = True
+
         options = body.stream_options
         writer = RelayWriter(
             Identity(answer_id, call.chunk_object, created, backend.model),
             report,
             call.sequences,
             include_usage=bool(options and options.include_usage),
-            on_end=partial(gateway.controller.decisions.finish, answer_id),
+            on_end=ended,
         )
         first = await unless_disconnected(request.receive, _first(chunks))
+        record.first_token_at = gateway.telemetry.clock()
         return EventStream(relayed_events(first, chunks, writer, close, cut), close=close)
     except BaseException:
         close()

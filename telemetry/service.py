@@ -1,0 +1,169 @@
+"""Everything a gateway tells of itself, in one object that is made at the start and passed around."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context, attach, detach
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from backends.types import StepSampler
+from telemetry.figures import ClosedLabels, Figures, Sources, StepWindow, take_figures
+from telemetry.logs import CONTENT_LOG, REQUEST_LOG
+from telemetry.metrics import GatewayMetrics
+from telemetry.providers import Providers, TelemetrySettings, make_resource, open_providers
+from telemetry.request import RequestRecord
+from telemetry.tracing import Epoch, end_server_span, server_attributes, start_server_span
+
+SHUTDOWN_PATIENCE_S = 3.0
+_SCOPE = "medusa_gateway"
+
+logger = logging.getLogger("telemetry")
+_request_log = logging.getLogger(REQUEST_LOG)
+_content_log = logging.getLogger(CONTENT_LOG)
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """A request under way. ``span`` None: its trace, if it has any, is not ours to record."""
+
+    record: RequestRecord
+    epoch: Epoch
+    context: Context | None = None
+    span: trace.Span | None = None
+
+
+class Telemetry:
+    """``figures`` are those of the last :meth:`observe`; alerts are evaluated on them.
+
+    ``log_content``: prompts and answers are logged. Figures are taken even where nothing is exported.
+    """
+
+    def __init__(
+        self,
+        providers: Providers | None,
+        registry: CollectorRegistry | None,
+        *,
+        version: str = "",
+        log_content: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.figures: Figures = {}
+        self.log_content = log_content
+        self.clock = clock
+        self._providers = providers
+        self._registry = registry
+        self._tracer = None
+        self._metrics = None
+        if providers is not None:
+            self._metrics = GatewayMetrics(providers.metering.get_meter(_SCOPE, version))
+            if providers.tracing is not None:
+                self._tracer = providers.tracing.get_tracer(_SCOPE, version)
+        self._labels = ClosedLabels((), ())
+        self._steps = StepWindow()
+
+    @classmethod
+    def off(cls) -> Telemetry:
+        """Exports nothing and records nothing."""
+        return cls(None, None)
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str], *, version: str, instance: str, log_content: bool = False
+    ) -> Telemetry:
+        """By the standard OTEL_* variables. Raises :class:`telemetry.providers.TelemetryError` for wrong ones."""
+        settings = TelemetrySettings.from_environment(environment)
+        if settings.disabled:
+            return cls(None, None, log_content=log_content)
+        # The instrumentation scope is always ours: as a label it would only make every series longer.
+        registry = CollectorRegistry(auto_describe=False)
+        reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
+        providers = open_providers(settings, make_resource(version, instance), reader)
+        return cls(providers, registry, version=version, log_content=log_content)
+
+    def begin(self, record: RequestRecord, headers: Iterable[tuple[bytes, bytes]]) -> RequestTrace:
+        """Continue the trace that the client's headers name, or begin one, if traces are exported at all."""
+        request = RequestTrace(record, Epoch.now(self.clock))
+        if self._providers is not None:
+            carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
+            request.context = propagate.extract(carrier, Context())
+            if self._tracer is not None:
+                request.span = start_server_span(self._tracer, record, request.context, request.epoch)
+                request.context = trace.set_span_in_context(request.span, request.context)
+        return request
+
+    def finish(self, request: RequestTrace) -> None:
+        """The response is over: record its figures, end its spans, log it. What fails here fails in silence but for the
+        log: the client has its answer."""
+        try:
+            self._finish(request)
+        except Exception:
+            logger.exception("a request was not recorded")
+
+    def _finish(self, request: RequestTrace) -> None:
+        record = request.record
+        record.close(self.clock())
+        if self._metrics is not None:
+            self._metrics.record_request(record, self._labels, request.context)
+        if request.span is not None and self._tracer is not None and request.context is not None:
+            end_server_span(self._tracer, request.span, request.context, record, request.epoch)
+        _log_request(record)
+
+    def observe(self, sources: Sources, now: float) -> Figures:
+        """Take the figures, and the engines' steps into their histograms. Called about once a second."""
+        self._labels = ClosedLabels(sources.models, sources.classes)
+        for backend, decoder in sources.decoders.items():
+            samples = decoder.take_steps() if isinstance(decoder, StepSampler) else []
+            self._steps.add(backend, samples, now)
+            if self._metrics is not None:
+                self._metrics.record_steps(decoder.info.name, backend, samples)
+        self.figures = take_figures(sources, self._steps, now)
+        if self._metrics is not None:
+            self._metrics.figures = self.figures
+        return self.figures
+
+    def exposition(self, accept: str) -> tuple[bytes, str] | None:
+        """What Prometheus scrapes, and its media type; None where telemetry is switched off. Thread-safe."""
+        if self._registry is None:
+            return None
+        encode, media_type = choose_encoder(accept)
+        return encode(self._registry), media_type
+
+    def shutdown(self, patience_s: float = SHUTDOWN_PATIENCE_S) -> None:
+        """Export what is left, within ``patience_s``."""
+        if self._providers is not None and not self._providers.shutdown(patience_s):
+            logger.warning("telemetry was not all exported within %g s", patience_s)
+
+
+class Attached:
+    """A context in which a request's span is the present one, for logs and for calls that go out."""
+
+    def __init__(self, request: RequestTrace) -> None:
+        self._context = request.context
+
+    def __enter__(self) -> None:
+        self._token = None if self._context is None else attach(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        if self._token is not None:
+            detach(self._token)
+
+
+def _log_request(record: RequestRecord) -> None:
+    if _request_log.isEnabledFor(logging.INFO):
+        seconds = record.ended - record.arrived
+        outcome = f"{record.status} {record.error}" if record.error else str(record.status)
+        fields = {**server_attributes(record), "duration_s": round(seconds, 6)}
+        _request_log.info(
+            "POST %s %s: %d tokens in %.3f s",
+            *(record.route, outcome, record.output_tokens, seconds),
+            extra={"fields": fields},
+        )
+    if record.content is not None:
+        _content_log.info("content of %s", record.answer_id, extra={"fields": record.content})
