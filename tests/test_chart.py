@@ -20,11 +20,26 @@ from gateway import server
 from gateway.cli import build_parser
 from gateway.commands import serve
 from gateway.controller import FLUSH_PATIENCE_S
+from gateway.routing.file import parse_backends
+from gateway.version import package_version
 from policy.format import parse_policy
 from policy.redis_client import RedisTarget, parse_redis_url
 from policy.runtime import PolicyRuntime
 from telemetry.catalog import BY_NAME
-from tests.chart import CHART, NAMESPACE, NEWEST, OLDEST, RELEASE, Document, Rendered, cases, overlaid, presets, render
+from tests.chart import (
+    CHART,
+    NAMESPACE,
+    NEWEST,
+    OLDEST,
+    RELEASE,
+    Document,
+    Rendered,
+    cases,
+    overlaid,
+    presets,
+    render,
+    render_files,
+)
 
 CASES = cases()
 NOT_KUBERNETES = {"ServiceMonitor", "PrometheusRule", "HTTPRoute"}
@@ -83,6 +98,15 @@ def test_an_installation_without_a_cluster() -> None:
     assert {"Deployment", "StatefulSet", "HorizontalPodAutoscaler", "Secret"} <= kinds
     assert "Pod" not in kinds, "the test's pod is a hook"
     assert f"helm -n {NAMESPACE} test {RELEASE}" in release["notes"]
+
+
+def test_a_package_renders_the_same(tmp_path: Path) -> None:
+    with helm_python.Chart.load(CHART) as chart:
+        archive = chart.save(tmp_path)
+    assert Path(archive).name == f"medusa-gateway-{package_version()}.tgz"
+    with helm_python.Chart.load(archive) as chart:
+        assert chart.render({}, name=RELEASE, namespace=NAMESPACE) == render_files({})
+        assert chart.metadata["appVersion"] == package_version()
 
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
@@ -230,7 +254,7 @@ def test_the_gateway_takes_its_flags(rendered: Rendered) -> None:
     pod = rendered.one("Deployment")["spec"]["template"]["spec"]
     for init in pod.get("initContainers", []):
         fetched = build_parser(["fetch"]).parse_args(init["args"])
-        assert (fetched.model, fetched.heads) == (args.model, args.heads)
+        assert (fetched.model, fetched.heads, fetched.backends) == (args.model, args.heads, args.backends)
 
 
 def test_values_arrive_as_flags() -> None:
@@ -267,6 +291,24 @@ def test_an_edited_policy_restarts_nothing() -> None:
     before = render().one("Deployment")
     after = render({"policy": {"content": "version: 1\ndefaults: {heads: 2}\n"}}).one("Deployment")
     assert before == after
+
+
+def test_the_backends_load(tmp_path: Path) -> None:
+    rendered = render(CASES["backends"])
+    args = served(rendered)
+    content = rendered.one("ConfigMap", "-backends")["data"]["backends.yaml"].encode()
+    spec = parse_backends(content, args.backends)
+    assert [each.name for each in spec.backends] == ["small", "big", "far"]
+    # Flags that describe one engine are refused beside a backends file.
+    assert [name for name in serve._ONE_ENGINE if getattr(args, name) not in (None, "auto")] == []
+    for case in ("backends", "own-backends"):
+        (mount,) = [each for each in render(CASES[case]).gateway["volumeMounts"] if each["name"] == "backends"]
+        assert str(Path(args.backends).parent) == mount["mountPath"]
+    # Unlike the policy, it is read once: an edit must roll the pods.
+    values = overlaid(CASES["backends"], {"backends": {"content": content.decode() + "# edited\n"}})
+    before, after = (each.one("Deployment")["spec"]["template"]["metadata"] for each in (rendered, render(values)))
+    assert before["annotations"] != after["annotations"]
+    assert before["annotations"]["note"] == "yes"
 
 
 REDIS = {

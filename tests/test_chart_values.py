@@ -87,6 +87,10 @@ def test_values_outside_the_schema(path: str, value: Any, told: str) -> None:
         ({"autoscaling": {"enabled": True, "minReplicas": 9}, "redis": {"mode": "bundled"}}, "minReplicas (9) is over"),
         ({"rollout": {"maxSurge": 0}}, "no pod could ever be replaced"),
         ({"policy": {"content": "version: 1", "existingConfigMap": "x"}}, "give the policy in one place"),
+        ({"backends": {"content": "version: 1", "existingConfigMap": "x"}}, "give the backends in one place"),
+        ({"backends": {"content": "version: 1"}, "model": {"name": "a"}}, "model.name describes one engine"),
+        ({"backends": {"existingConfigMap": "x"}, "model": {"dtype": "float32"}}, "model.dtype describes one engine"),
+        ({"backends": {"content": "version: 1"}, "limits": {"kvTokens": 9}}, "limits.kvTokens describes one engine"),
         ({"redis": {"mode": "external"}}, "set redis.external.hosts, or redis.external.urlSecret.name"),
         ({"redis": {"mode": "external", "external": {"hosts": ["a", "b"]}}}, "standalone, which is one host"),
         (

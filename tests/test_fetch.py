@@ -133,6 +133,27 @@ def test_local_folders_are_taken_as_they_are(tmp_path: Path, capsys: pytest.Capt
         fetch.fetch_heads("./absent")
 
 
+def test_all_engines_of_a_backends_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [tmp_path / name for name in ("a", "b", "heads")]
+    for folder in folders:
+        folder.mkdir()
+    a, b, heads = folders
+    file = tmp_path / "backends.yaml"
+    file.write_text(
+        "version: 1\nbackends:\n"
+        f"  - {{name: one, kind: engine, serves: m, model: {a}}}\n"
+        f"  - {{name: two, kind: engine, serves: m, model: {a}}}\n"
+        f"  - {{name: three, kind: engine, serves: n, model: {b}, heads: {heads}}}\n"
+        "  - {name: four, kind: openai, serves: m, url: 'http://elsewhere/v1'}\n"
+    )
+    assert cli.main(["fetch", "--backends", str(file)]) == 0
+    assert capsys.readouterr().out == f"model: {a}\nmodel: {b}\nheads: {heads}\n"
+    assert cli.main(["fetch", "--backends", str(file), "--heads", "x"]) == 2
+    file.write_text("version: 1\n")
+    assert cli.main(["fetch", "--backends", str(file)]) == 2
+    assert "the backends file is refused: " in capsys.readouterr().err
+
+
 @pytest.mark.model
 def test_the_demo_model_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fetch"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 
@@ -16,6 +17,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
     add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
+    add("--backends", metavar="FILE", help="the models and heads of all engines in a backends file, instead")
     parser.set_defaults(run=run)
 
 
@@ -25,9 +27,29 @@ def run(args: argparse.Namespace) -> int:
     from gateway.cli import CommandError
 
     try:
-        print(f"model: {fetch_model(args.model)}", flush=True)
-        if args.heads is not None:
-            print(f"heads: {fetch_heads(args.heads)}", flush=True)
+        for model, heads in _wanted(args):
+            print(f"model: {fetch_model(model)}", flush=True)
+            if heads is not None:
+                print(f"heads: {fetch_heads(heads)}", flush=True)
     except (FetchError, DemoModelError) as error:
         raise CommandError(str(error)) from error
     return 0
+
+
+def _wanted(args: argparse.Namespace) -> list[tuple[str | None, str | None]]:
+    """Model and heads of each engine, without repetitions."""
+    from gateway.cli import CommandError
+
+    if args.backends is None:
+        return [(args.model, args.heads)]
+    if args.model is not None or args.heads is not None:
+        raise CommandError(f"--model and --heads exclude --backends: say it in {args.backends}.")
+
+    from gateway.routing.file import parse_backends
+    from policy.problems import PolicyError
+
+    try:
+        spec = parse_backends(Path(args.backends).read_bytes(), args.backends)
+    except PolicyError as error:
+        raise CommandError(f"the backends file is refused: {error}") from None
+    return list(dict.fromkeys((engine.model, engine.heads) for engine in spec.engines))

@@ -81,19 +81,32 @@ fsGroupChangePolicy: OnRootMismatch
 {{- if include "medusa-gateway.hasModelVolume" . }}
 - {name: models, mountPath: /models, readOnly: true}
 {{- end }}
+{{- if include "medusa-gateway.backendsConfigMap" . }}
+- {name: backends, mountPath: /etc/medusa-gateway/backends, readOnly: true}
+{{- end }}
 {{- end }}
 
 {{- define "medusa-gateway.hasModelVolume" -}}
 {{- with .Values.model.volume }}{{ if or .existingClaim .hostPath }}true{{ end }}{{ end }}
 {{- end }}
 
-{{/* --model and --heads, as `serve` and `fetch` take them. */}}
+{{/* --model and --heads, or --backends, as `serve` and `fetch` take them. */}}
 {{- define "medusa-gateway.modelArgs" -}}
+{{- if include "medusa-gateway.backendsConfigMap" . }}
+- --backends=/etc/medusa-gateway/backends/backends.yaml
+{{- end }}
 {{- with .Values.model.name }}
 - {{ printf "--model=%s" . | quote }}
 {{- end }}
 {{- with .Values.model.heads }}
 - {{ printf "--heads=%s" . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Empty: one engine, which model describes. */}}
+{{- define "medusa-gateway.backendsConfigMap" -}}
+{{- if .Values.backends.existingConfigMap }}{{ .Values.backends.existingConfigMap }}
+{{- else if .Values.backends.content }}{{ include "medusa-gateway.fullname" . }}-backends
 {{- end }}
 {{- end }}
 
@@ -106,8 +119,9 @@ fsGroupChangePolicy: OnRootMismatch
 {{- add .Values.drain.preStopSeconds (ceil .Values.drain.timeoutSeconds) 15 }}
 {{- end }}
 
-{{/* Whether model or heads are hub ids rather than folders. */}}
+{{/* Whether model or heads may be hub ids rather than folders. */}}
 {{- define "medusa-gateway.usesHub" -}}
+{{- include "medusa-gateway.backendsConfigMap" . }}
 {{- range list .Values.model.name .Values.model.heads }}
 {{- if and . (not (hasPrefix "/" .)) }}true{{ end }}
 {{- end }}

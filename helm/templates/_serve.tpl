@@ -5,6 +5,7 @@
 - --port=8080
 - --insecure-allow-remote
 {{- include "medusa-gateway.modelArgs" . }}
+{{- if not (include "medusa-gateway.backendsConfigMap" .) }}
 {{- with .Values.model }}
 {{- with .servedName }}
 - {{ printf "--served-model-name=%s" . | quote }}
@@ -15,6 +16,7 @@
 {{- end }}
 {{- end }}
 - --device={{ ternary "cuda" "cpu" .Values.gpu.enabled }}
+{{- end }}
 {{- with .Values.limits }}
 {{- with .maxRunning }}
 - --max-running={{ . | int64 }}

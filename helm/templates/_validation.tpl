@@ -13,6 +13,16 @@
 {{- if and .Values.policy.content .Values.policy.existingConfigMap }}
 {{- fail "policy.content and policy.existingConfigMap are both set: give the policy in one place" }}
 {{- end }}
+{{- if and .Values.backends.content .Values.backends.existingConfigMap }}
+{{- fail "backends.content and backends.existingConfigMap are both set: give the backends in one place" }}
+{{- end }}
+{{- if include "medusa-gateway.backendsConfigMap" . }}
+{{- range $name, $value := dict "model.name" .Values.model.name "model.heads" .Values.model.heads "model.servedName" .Values.model.servedName "model.maxLength" .Values.model.maxLength "model.dtype" (trimPrefix "auto" .Values.model.dtype) "limits.maxRunning" .Values.limits.maxRunning "limits.kvTokens" .Values.limits.kvTokens }}
+{{- if $value }}
+{{- fail (printf "%s describes one engine, and backends describes all: say it in the backends file" $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if eq .Values.redis.mode "external" }}
 {{- with .Values.redis.external }}
 {{- if and .urlSecret.name (or .hosts .service .username .passwordSecret.name) }}
