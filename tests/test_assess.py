@@ -184,6 +184,11 @@ def test_eval_on_the_command_line(toy: Toy, tmp_path, capsys):
     assert report.read_text().startswith("<!doctype html>")
     assert run("--heads", str(tmp_path / "missing"), *short) == 2
     assert "missing/config.json can't be read" in capsys.readouterr().err
+    assert run("--max-new-tokens", "250") == 2
+    assert "no prompt leaves room for 250 new tokens" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("--per-class", "0")
+    assert "0 is less than 1" in capsys.readouterr().err
     path = tmp_path / "none.jsonl"
     path.write_text("")
     assert run("--answers", str(path)) == 2

@@ -27,7 +27,7 @@ from backends.engine_core import EngineCore
 from backends.gate import DraftGate
 from backends.heads import MedusaHeads, load_heads, read_heads_config
 from backends.training.backbone import Backbone
-from backends.training.dataset import Answer, HiddenStates
+from backends.training.dataset import Answer, AnswersError, HiddenStates
 from backends.training.distill import collect_states
 from backends.training.evaluate import ALL_CLASSES, guess, rank_accuracy, replay
 from backends.training.objective import OutputProjection
@@ -157,11 +157,14 @@ def assess(
 
     ``prompts``: answers whose prompts are decoded, the first ``per_class`` of every class. ``answers``: for accuracy;
     without any, those that the engine gives to ``prompts``. Raises :class:`backends.heads.HeadsError` for heads that
-    don't fit, :class:`ValueError` for prompts that don't fit the context.
+    don't fit, :class:`AnswersError` when no prompt leaves room for an answer (those that don't are left out).
     """
     sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     loaded = [load_heads(folder, **sizes) for folder in folders]
-    chosen = _first_of_each_class(prompts, options.per_class)
+    room = backbone.model.config.max_position_embeddings - options.max_new_tokens
+    chosen = _first_of_each_class([prompt for prompt in prompts if len(prompt.prompt_ids) <= room], options.per_class)
+    if not chosen:
+        raise AnswersError(f"no prompt leaves room for {options.max_new_tokens} new tokens; lower --max-new-tokens")
     longest = max(len(prompt.prompt_ids) for prompt in chosen) + options.max_new_tokens
     decoded: list[dict[tuple[float, Acceptance], _Decoded]] = []
     costs: list[StepCost] = []

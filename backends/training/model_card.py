@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from backends.demo import DEMO_MODEL_NAME
 from backends.heads import WEIGHTS_FILE, describe_heads, read_heads_config
 from backends.training.dataset import Answer
 
@@ -37,6 +38,9 @@ def model_card(folder: Path) -> str:
     backbone, training, held_out = config["backbone"], config["training"], config["held_out"]
     adapted = backbone.get("adapted_from")
     classes = ", ".join(f"{label} {count}" for label, count in sorted(training["answers_by_class"].items()))
+    # Of other models' licences nothing is known here.
+    demo = backbone["name"] == DEMO_MODEL_NAME
+    licence = "Apache-2.0, as the backbone." if demo else "follows the backbone's and the prompts' (below)."
     by_temperature = training.get("answers_by_temperature", {})
     temperatures = "".join(f"; {count} at temperature {t}" for t, count in sorted(by_temperature.items()))
     lines = [
@@ -54,7 +58,7 @@ def model_card(folder: Path) -> str:
         " (x: final-norm hidden state, e: embedding of the pending token), then the backbone's own `lm_head` cut to"
         f" {facts['draft_vocab_size']:,} tokens.",
         f"- File: `{WEIGHTS_FILE}`, bfloat16, {facts['bytes'] / 1e6:.2f} MB, format `{facts['format']}`.",
-        "- Licence: Apache-2.0, as the backbone.",
+        f"- Licence: {licence}",
         "",
         "## Data",
         "",
@@ -71,7 +75,7 @@ def model_card(folder: Path) -> str:
         named = ", ".join(f"{source} ({count})" for source, count in sources.items())
         lines.append(f"| {licence} | {sum(sources.values()):,} | {named} |")
     if adapted:
-        lines[3:3] = [
+        lines[2:2] = [
             f"**The backbone was changed.** {backbone['name']} was made from {adapted['name']} (fingerprint"
             f" `{adapted['fingerprint']}`) by training it together with the heads; its answers are its own:"
             f" {backbone['drift']['divergence']:.4f} nats of KL divergence a token, and the same likeliest token at"

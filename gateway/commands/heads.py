@@ -17,6 +17,7 @@ from gateway.commands.heads_common import (
     cleaning_options,
     log_of,
     open_backbone,
+    positive_int,
     reporting_errors,
 )
 
@@ -54,11 +55,13 @@ def add_parser(subparsers: Any) -> None:
     train.add_argument("--inner", type=int, default=1152, help="width of each head's block")
     train.add_argument("--input", choices=("hidden", "hidden+token"), default="hidden+token")
     train.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens to draft from; 0: all")
-    train.add_argument("--epochs", type=int, help="default: 6; in stage 2: 1")
-    train.add_argument("--batch", type=int, help="positions a step, default 1024; in stage 2 answers, default 8")
+    train.add_argument("--epochs", type=positive_int, help="default: 6; in stage 2: 1")
+    train.add_argument(
+        "--batch", type=positive_int, help="positions a step, default 1024; in stage 2 answers, default 8"
+    )
     train.add_argument("--lr", type=float, help="peak for the heads; default: 3e-3; in stage 2: 1e-3")
     train.add_argument("--backbone-lr", type=float, default=2.5e-4, help="stage 2: peak for the model; %(default)s")
-    train.add_argument("--lora-rank", type=int, default=16, help="stage 2; default: %(default)s")
+    train.add_argument("--lora-rank", type=positive_int, default=16, help="stage 2; default: %(default)s")
     train.add_argument(
         "--alignment",
         type=float,
@@ -76,7 +79,7 @@ def add_parser(subparsers: Any) -> None:
         default="auto",
         help="of products; parameters are always float32",
     )
-    train.add_argument("--accumulation", type=int, default=1, help="parts in which a batch goes through")
+    train.add_argument("--accumulation", type=positive_int, default=1, help="parts in which a batch goes through")
     train.add_argument("--max-new-tokens", type=int, default=192, help="length of generated answers")
     train.add_argument(
         "--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="one answer to each prompt at each"
@@ -139,15 +142,12 @@ def run_train(args: argparse.Namespace) -> int:
 
     def train() -> None:
         with joined_workers() as workers:
-            backbone, shared, log = (
-                open_backbone(args, str(workers.device)),
-                replace(run, workers=workers),
-                log_of(workers),
-            )
+            backbone = open_backbone(args, str(workers.device))
+            shared = replace(run, workers=workers)
             if args.stage == 2:
-                adapt_backbone(backbone, shared, _joint_options(args), log=log)
+                adapt_backbone(backbone, shared, _joint_options(args), log=log_of(workers))
             else:
-                train_heads(backbone, shared, log=log)
+                train_heads(backbone, shared, log=log_of(workers))
 
     return reporting_errors(train)
 

@@ -18,6 +18,14 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
 
 
+def positive_int(text: str) -> int:
+    """An argparse type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
 def add_cleaning(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--min-tokens", type=int, default=8, help="shorter answers are not trained on; default: %(default)s")

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.commands.heads_common import add_model, open_backbone, reporting_errors
+from gateway.commands.heads_common import add_model, open_backbone, positive_int, reporting_errors
 
 if TYPE_CHECKING:
     from backends.training.backbone import Backbone
@@ -32,8 +32,8 @@ def add_parser(commands: Any) -> None:
         "--prompts", type=Path, help="JSON lines with id, prompt and label; default: prompts that come with the program"
     )
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.7], help="to decode at; default: 0 0.7")
-    add("--per-class", type=int, default=8, help="prompts of each class to decode; default: %(default)s")
-    add("--max-new-tokens", type=int, default=128, help="longest answer; default: %(default)s")
+    add("--per-class", type=positive_int, default=8, help="prompts of each class to decode; default: %(default)s")
+    add("--max-new-tokens", type=positive_int, default=128, help="longest answer; default: %(default)s")
     add("--typical", action="store_true", help="what typical acceptance would gain and change")
     add("--report", type=Path, metavar="FILE.html", help="write a report with plots")
     add("--work-dir", type=Path, help="keep the hidden states here; default: a temporary folder")

@@ -15,6 +15,7 @@ from gateway.commands.heads_common import (
     cleaning_options,
     log_of,
     open_backbone,
+    positive_int,
     reporting_errors,
 )
 
@@ -33,10 +34,15 @@ def add_parser(commands: Any) -> None:
     add("--answers", type=Path, nargs="+", default=[], help="the updated model's answers, instead of --prompts")
     add("--out", type=Path, required=True, help="folder for the new heads")
     add("--work-dir", type=Path, help="answers, states and checkpoints; default: OUT.work")
-    add("--sample", type=int, default=400, help="prompts to take, a fifth of them for the evaluation; %(default)s")
-    add("--epochs", type=int, default=2, help="default: %(default)s")
+    add(
+        "--sample",
+        type=positive_int,
+        default=400,
+        help="prompts to take, a fifth of them for the evaluation; %(default)s",
+    )
+    add("--epochs", type=positive_int, default=2, help="default: %(default)s")
     add("--lr", type=float, default=1e-3, help="peak learning rate; default: %(default)s")
-    add("--max-new-tokens", type=int, default=192)
+    add("--max-new-tokens", type=positive_int, default=192)
     add_cleaning(parser)
     add("--seed", type=int, default=0)
     parser.set_defaults(run=run)
