@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ def differences(before: PolicySpec, after: PolicySpec) -> list[str]:
         *_rules(before, after),
         *_of_class("defaults", before.settings[None, -1], after.settings[None, -1]),
         *_classes(before, after),
-        *_alerts(before, after),
+        *_named("alerts", {each.name: each for each in before.alerts}, {each.name: each for each in after.alerts}),
+        *_named("receivers", before.receivers, after.receivers),
     ]
 
 
@@ -57,13 +58,12 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
         yield f"rules: the order is now {', '.join(new)}"
 
 
-def _alerts(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
-    old, new = {alert.name: alert for alert in before.alerts}, {alert.name: alert for alert in after.alerts}
+def _named(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     for name in sorted(old.keys() | new.keys()):
         if name not in new or name not in old:
-            yield f"alerts.{name}: {'added' if name in new else 'removed'}"
+            yield f"{path}.{name}: {'added' if name in new else 'removed'}"
         else:
-            yield from _values(f"alerts.{name}", old[name], new[name])
+            yield from _values(f"{path}.{name}", old[name], new[name])
 
 
 def _of_class(path: str, before: Settings, after: Settings) -> Iterator[str]:

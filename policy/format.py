@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree
-from policy.fields import Block, Choice, Duration, Flag, Kind, ManyOf, Name, Number, Share, Tree
+from policy.alert_format import ALERT, RECEIVER, assemble_alerts, assemble_receivers
+from policy.fields import Block, Choice, Duration, Flag, Kind, ManyOf, Number, Share, Tree
+from policy.names import Names
+from policy.parts import (
+    LABEL,
+    PATTERN,
+    Part,
+    complain_at,
+    read_named,
+    read_part,
+    read_parts,
+    refuse_repeated_name,
+    refuse_unknown_classes,
+    value_node,
+)
 from policy.problems import PolicyError, did_you_mean
 from policy.spec import (
     BUILT_IN_CLASSES,
     FORMAT_VERSION,
-    AlertRule,
     Bounds,
     Conditions,
     FallbackSettings,
-    Names,
     PolicySpec,
     Range,
     Rule,
@@ -28,15 +40,6 @@ from policy.spec import (
     TemperatureLimits,
 )
 from policy.yaml_source import Source, compose, join, reading_stops
-
-METRICS = (
-    "speculative_acceptance_rate",
-    "speculative_speedup_factor",
-    "speculative_fallback_count",
-    "medusa_head_accuracy",
-)
-_LABEL = Name(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", "a name of letters, digits, '_', '.' and '-'")
-_PATTERN = Name(r"[^\s|]{1,256}", "a name without spaces or '|'; * stands for anything")
 
 
 def _range(low: float, high: float, *, whole: bool = False) -> Block:
@@ -82,9 +85,9 @@ _CLASS_FIELDS: dict[str, Kind] = {**_RULE_FIELDS, "control": Share(0.5), "fallba
 _SETTINGS = Block(_CLASS_FIELDS, "settings", about="How requests are decoded.")
 _WHEN = Block(
     {
-        "class": ManyOf(_LABEL),
-        "model": ManyOf(_PATTERN),
-        "tenant": ManyOf(_PATTERN),
+        "class": ManyOf(LABEL),
+        "model": ManyOf(PATTERN),
+        "tenant": ManyOf(PATTERN),
         "turn": Choice(("first", "later")),
         "prompt_tokens": _range(0, 2**31, whole=True),
         "temperature": _range(0, 2),
@@ -94,41 +97,18 @@ _WHEN = Block(
     about="All conditions must hold. load: sequences running and waiting over those that can run at once.",
 )
 _RULE = Block(
-    {"name": _LABEL, "when": _WHEN, "use": Block(_RULE_FIELDS, "settings")}, "a rule", required=("name", "use")
+    {"name": LABEL, "when": _WHEN, "use": Block(_RULE_FIELDS, "settings")}, "a rule", required=("name", "use")
 )
-_ALERT = Block(
-    {
-        "name": _LABEL,
-        "metric": Choice(METRICS),
-        "below": Number(0, 1e9),
-        "above": Number(0, 1e9),
-        "for": Duration(0, 86_400),
-        "severity": Choice(("info", "warning", "critical")),
-        "class": ManyOf(_LABEL),
-        "model": ManyOf(_PATTERN),
-        "notify": ManyOf(_LABEL),
-    },
-    "an alert",
-    required=("name", "metric"),
-)
-_TOP = ("version", "defaults", "classes", "rules", "alerts")
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Fields that were given in one block, and where it stands."""
-
-    given: Mapping[str, Any]
-    node: yaml.Node
-    path: str
+_TOP = ("version", "defaults", "classes", "rules", "alerts", "receivers")
 
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    defaults: _Part
-    classes: Mapping[str, _Part]
-    rules: tuple[_Part, ...]
-    alerts: tuple[_Part, ...]
+    defaults: Part
+    classes: Mapping[str, Part]
+    rules: tuple[Part, ...]
+    alerts: tuple[Part, ...]
+    receivers: Mapping[str, Part]
 
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
@@ -155,7 +135,7 @@ def default_policy() -> bytes:
 
 def json_schema() -> dict[str, Any]:
     """The form of a policy file, for editors. Rules that span fields are checked by the gateway only."""
-    named = {"type": "object", "additionalProperties": _SETTINGS.schema(), "propertyNames": _LABEL.schema()}
+    named = {"type": "object", "additionalProperties": _SETTINGS.schema(), "propertyNames": LABEL.schema()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "medusa-gateway policy",
@@ -167,7 +147,8 @@ def json_schema() -> dict[str, Any]:
             "defaults": _SETTINGS.schema(),
             "classes": named,
             "rules": {"type": "array", "items": _RULE.schema()},
-            "alerts": {"type": "array", "items": _ALERT.schema()},
+            "alerts": {"type": "array", "items": ALERT.schema()},
+            "receivers": {**named, "additionalProperties": RECEIVER.schema()},
         },
     }
 
@@ -178,9 +159,9 @@ def _version_of(content: bytes) -> str:
 
 def _read(source: Source, root: yaml.Node) -> _Document:
     nodes: dict[str, yaml.Node] = {}
-    for key_node, key, value_node in source.items(root, "", "a policy"):
+    for key_node, key, node in source.items(root, "", "a policy"):
         if key in _TOP:
-            nodes[key] = value_node
+            nodes[key] = node
         else:
             source.complain(key_node, key, f"unknown field; {did_you_mean(key, _TOP)}")
     if "version" in nodes:
@@ -191,59 +172,40 @@ def _read(source: Source, root: yaml.Node) -> _Document:
             )
     elif isinstance(root, yaml.MappingNode):
         source.complain(root, "version", f"is missing; start the file with 'version: {FORMAT_VERSION}'")
-    empty = _Part({}, root, "defaults")
-    classes = {}
-    if "classes" in nodes:
-        for key_node, key, node in source.items(nodes["classes"], "classes", "classes by name"):
-            if _LABEL.read(source, key_node, join("classes", key)) is not None:
-                classes[key] = _part(source, _SETTINGS, node, join("classes", key))
+    empty = Part({}, root, "defaults")
     return _Document(
-        defaults=_part(source, _SETTINGS, nodes["defaults"], "defaults") if "defaults" in nodes else empty,
-        classes=classes,
-        rules=tuple(_parts(source, _RULE, nodes.get("rules"), "rules", "rules")),
-        alerts=tuple(_parts(source, _ALERT, nodes.get("alerts"), "alerts", "alerts")),
+        defaults=read_part(source, _SETTINGS, nodes["defaults"], "defaults") if "defaults" in nodes else empty,
+        classes=read_named(source, _SETTINGS, nodes.get("classes"), "classes", "classes by name"),
+        rules=tuple(read_parts(source, _RULE, nodes.get("rules"), "rules", "rules")),
+        alerts=tuple(read_parts(source, ALERT, nodes.get("alerts"), "alerts", "alerts")),
+        receivers=read_named(source, RECEIVER, nodes.get("receivers"), "receivers", "receivers by name"),
     )
-
-
-def _part(source: Source, block: Block, node: yaml.Node, path: str) -> _Part:
-    return _Part(block.read(source, node, path) or {}, node, path)
-
-
-def _parts(source: Source, block: Block, node: yaml.Node | None, path: str, what: str) -> Iterator[_Part]:
-    if node is not None:
-        for at, element in source.elements(node, path, what):
-            yield _part(source, block, element, at)
 
 
 def _assemble(source: Source, document: _Document, version: str) -> PolicySpec:
     known = {*BUILT_IN_CLASSES, *document.classes}
     rules: list[Rule] = []
     for part in document.rules:
-        _refuse_unknown_classes(source, part, part.given.get("when", {}).get("class", ()), known, "when.class")
-        _refuse_repeated_name(source, part, [rule.name for rule in rules], "rule")
+        refuse_unknown_classes(source, part, part.given.get("when", {}).get("class", ()), known, "when.class")
+        refuse_repeated_name(source, part, [rule.name for rule in rules], "rule")
         if rules and rules[-1].when.always and "when" not in document.rules[len(rules) - 1].given:
             source.complain(part.node, part.path, f"can't be reached: rule '{rules[-1].name}' above has no conditions")
         rules.append(Rule(part.given.get("name", part.path), _conditions(part.given.get("when", {}))))
-    alerts: list[AlertRule] = []
-    for part in document.alerts:
-        _refuse_unknown_classes(source, part, part.given.get("class", ()), known, "class")
-        _refuse_repeated_name(source, part, [alert.name for alert in alerts], "alert")
-        if ("below" in part.given) == ("above" in part.given):
-            source.complain(part.node, part.path, "give either below or above: the limit that the metric crosses")
-        alerts.append(_alert(part.given))
+    receivers = assemble_receivers(source, document.receivers)
+    alerts = assemble_alerts(source, document.alerts, known, receivers)
     settings: dict[tuple[str | None, int], Settings] = {}
     for class_name, class_part in [(None, None), *document.classes.items()]:
         below = [document.defaults] if class_part is None else [document.defaults, class_part]
         settings[class_name, -1] = _merged(source, below)
         for index, part in enumerate(document.rules):
-            use = _Part(part.given.get("use", {}), _value_node(part.node, ["use"]), join(part.path, "use"))
+            use = Part(part.given.get("use", {}), value_node(part.node, ["use"]), join(part.path, "use"))
             wanted = rules[index].when.classes
             if class_name is None or wanted is None or class_name in wanted:
                 settings[class_name, index] = _merged(source, [*below, use])
-    return PolicySpec(version, source.file, tuple(rules), tuple(alerts), settings, frozenset(document.classes))
+    return PolicySpec(version, source.file, tuple(rules), alerts, receivers, settings, frozenset(document.classes))
 
 
-def _merged(source: Source, parts: list[_Part]) -> Settings:
+def _merged(source: Source, parts: list[Part]) -> Settings:
     """Later parts win field by field. What doesn't fit together is told at the last one, which made it so."""
     fields: dict[str, Any] = {}
     for part in parts:
@@ -258,7 +220,7 @@ def _merged(source: Source, parts: list[_Part]) -> Settings:
     values = [temperature.get(name) for name in ("min", "default", "max")]
     given = [value for value in values if value is not None]
     if given != sorted(given) and temperature != last.given.get("temperature") and "temperature" in last.given:
-        _complain_at(source, last, "temperature", "min, default and max are out of order once merged with those above")
+        complain_at(source, last, "temperature", "min, default and max are out of order once merged with those above")
     fallback = fields.get("fallback", {})
     settings = Settings(
         method=fields.get("method", own.method),
@@ -282,22 +244,22 @@ def _merged(source: Source, parts: list[_Part]) -> Settings:
     return settings
 
 
-def _refuse_contradictions(source: Source, part: _Part, settings: Settings) -> None:
+def _refuse_contradictions(source: Source, part: Part, settings: Settings) -> None:
     given = part.given
     if settings.method == "vanilla" and "tree" in given:
-        _complain_at(source, part, "tree", "has no effect with method vanilla; remove one of them")
+        complain_at(source, part, "tree", "has no effect with method vanilla; remove one of them")
     tree = settings.tree
     if not isinstance(tree, CandidateTree) or settings.method == "vanilla":
         return
     if tree.depth > settings.max_heads and given.keys() & {"tree", "heads", "depth"}:
-        _complain_at(
+        complain_at(
             source,
             part,
             "tree",
             f"is {tree.depth} levels deep, but heads and depth allow {settings.max_heads}; cut it or raise them",
         )
     if len(tree) > settings.nodes.high and given.keys() & {"tree", "nodes"}:
-        _complain_at(
+        complain_at(
             source,
             part,
             "tree",
@@ -305,7 +267,7 @@ def _refuse_contradictions(source: Source, part: _Part, settings: Settings) -> N
         )
 
 
-def _as_bounds(source: Source, last: _Part, name: str, fields: Mapping[str, Any], own: Bounds) -> Bounds:
+def _as_bounds(source: Source, last: Part, name: str, fields: Mapping[str, Any], own: Bounds) -> Bounds:
     given = fields.get(name, {})
     bounds = Bounds(given.get("min", own.low), given.get("max", own.high))
     if bounds.low > bounds.high:
@@ -313,7 +275,7 @@ def _as_bounds(source: Source, last: _Part, name: str, fields: Mapping[str, Any]
             return Bounds(bounds.low, bounds.low)
         mine = last.given.get(name, {})
         if mine and not ("min" in mine and "max" in mine):  # else its own block has complained already
-            _complain_at(
+            complain_at(
                 source,
                 last,
                 name,
@@ -335,45 +297,3 @@ def _conditions(when: Mapping[str, Any]) -> Conditions:
         temperature=interval("temperature"),
         load=interval("load"),
     )
-
-
-def _alert(given: Mapping[str, Any]) -> AlertRule:
-    return AlertRule(
-        name=given.get("name", ""),
-        metric=given.get("metric", ""),
-        below=given.get("below"),
-        above=given.get("above"),
-        for_s=given.get("for", 0.0),
-        severity=given.get("severity", "warning"),
-        classes=given.get("class", ()),
-        models=given.get("model", ()),
-        notify=given.get("notify", ()),
-    )
-
-
-def _refuse_unknown_classes(source: Source, part: _Part, names: tuple[str, ...], known: set[str], field: str) -> None:
-    for name in names:
-        if name not in known:
-            hint = f"{did_you_mean(name, known)} A class of your own needs a block under 'classes', {{}} will do"
-            source.complain(_value_node(part.node, field.split(".")), join(part.path, field), f"'{name}': {hint}")
-
-
-def _refuse_repeated_name(source: Source, part: _Part, before: list[str], what: str) -> None:
-    name = part.given.get("name")
-    if name in before:
-        source.complain(
-            _value_node(part.node, ["name"]), join(part.path, "name"), f"another {what} above is called '{name}' too"
-        )
-
-
-def _complain_at(source: Source, part: _Part, name: str, message: str) -> None:
-    source.complain(_value_node(part.node, [name]), join(part.path, name), message)
-
-
-def _value_node(node: yaml.Node, names: list[str]) -> yaml.Node:
-    """The node of a nested field, for the sake of its line; where it is not given, that of the block around it."""
-    for name in names:
-        if isinstance(node, yaml.MappingNode):
-            pairs = cast("list[tuple[yaml.Node, yaml.Node]]", node.value)
-            node = next((value for key, value in pairs if key.value == name), node)
-    return node

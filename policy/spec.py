@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from backends.tree import MAX_DEPTH, CandidateTree
 from backends.types import Acceptance
+from policy.alerts import AlertRule, Receiver
+from policy.names import Names
 
 BUILT_IN_CLASSES = ("code", "chat", "creative", "unclassified")
 """The labels of the classifier that ships with the gateway, and the one for a prompt that nothing classified."""
@@ -106,23 +107,6 @@ class RequestFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
-    """Exact names, and patterns with ``*``."""
-
-    exact: frozenset[str]
-    pattern: re.Pattern[str] | None = None
-
-    @classmethod
-    def of(cls, names: tuple[str, ...]) -> Names:
-        patterns = [".*".join(map(re.escape, name.split("*"))) for name in names if "*" in name]
-        exact = frozenset(name for name in names if "*" not in name)
-        return cls(exact, re.compile("|".join(patterns), re.DOTALL) if patterns else None)
-
-    def holds(self, name: str) -> bool:
-        return name in self.exact or (self.pattern is not None and self.pattern.fullmatch(name) is not None)
-
-
-@dataclass(frozen=True, slots=True)
 class Conditions:
     """All that are given must hold. None: any value does."""
 
@@ -164,21 +148,6 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class AlertRule:
-    """A condition on a metric that should reach a person. Only the form is checked here; telemetry evaluates it."""
-
-    name: str
-    metric: str
-    below: float | None = None
-    above: float | None = None
-    for_s: float = 0.0
-    severity: str = "warning"
-    classes: tuple[str, ...] = ()
-    models: tuple[str, ...] = ()
-    notify: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class PolicySpec:
     """A whole policy. ``settings`` holds the merged settings by (class, index of the rule).
 
@@ -189,6 +158,7 @@ class PolicySpec:
     file: str
     rules: tuple[Rule, ...] = ()
     alerts: tuple[AlertRule, ...] = ()
+    receivers: Mapping[str, Receiver] = field(default_factory=dict)
     settings: Mapping[tuple[str | None, int], Settings] = field(default_factory=lambda: {(None, -1): Settings()})
     classes: frozenset[str] = frozenset()
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backends.tree import CandidateTree
+from policy.alerts import AlertRule, Receiver
 from policy.diff import differences
 from policy.format import default_policy, json_schema, parse_policy
 from policy.problems import PolicyError
@@ -71,7 +72,31 @@ def test_everything_that_can_be_said() -> None:
     assert [rule.name for rule in spec.rules] == ["guests", "busy", "long-code", "greedy"]
     assert spec.settings["sql", 2].tree == CandidateTree.from_branching([3, 2, 1])
     assert spec.settings["code", 3].tree == CandidateTree(((0,), (1,), (0, 0)))
-    assert spec.alerts[0].severity == "critical"
+    assert spec.alerts == (
+        AlertRule(
+            "slow",
+            "speculative_speedup_factor",
+            below=1.0,
+            for_s=60.0,
+            severity="critical",
+            classes=("code",),
+            notify=("ops",),
+        ),
+        AlertRule(
+            "second-head",
+            "medusa_head_accuracy",
+            below=0.2,
+            keep_s=120.0,
+            models=("smollm2-*",),
+            head=2,
+            actions=("fall_back", "log"),
+            summary="Heads don't fit the model: see the runbook.",
+        ),
+    )
+    assert spec.receivers == {
+        "ops": Receiver("ops", "alertmanager", "http://127.0.0.1:9093", repeat_s=60.0),
+        "chat": Receiver("chat", "webhook", None, "CHAT_WEBHOOK", "CHAT_TOKEN", repeat_s=3600.0, timeout_s=5.0),
+    }
 
 
 @pytest.mark.parametrize(
@@ -121,7 +146,7 @@ def test_the_schema_takes_what_the_reader_takes() -> None:
         except (yaml.YAMLError, UnicodeDecodeError, TypeError, ValueError, RecursionError):
             continue
         beyond_a_schema += validator.is_valid(value)
-    assert beyond_a_schema <= 18, "rules between fields only"
+    assert beyond_a_schema <= 21, "rules between fields only"
 
 
 KEYS = ["min", "max", "name", "use", "when", "class", "heads", "nodes", "tree", "temperature", "fallback", "code"]
@@ -135,7 +160,7 @@ VALUES = st.recursive(
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(
     st.dictionaries(
-        st.sampled_from(["defaults", "classes", "rules", "alerts", "extra"]),
+        st.sampled_from(["defaults", "classes", "rules", "alerts", "receivers", "extra"]),
         VALUES | st.dictionaries(st.sampled_from(KEYS), VALUES),
     )
 )
@@ -179,6 +204,7 @@ def test_a_diff_of_classes_rules_and_alerts() -> None:
         "alerts.slow: removed",
         "alerts.sluggish: added",
     ]
+    assert changed(FULL, FULL.replace(b"repeat: 1h", b"repeat: 2h")) == ["receivers.chat.repeat_s: 3600 -> 7200"]
     lines = changed(FULL, FULL.replace(b"use: {tree: 3x2x1, heads: 3}", b"use: {heads: 2}"))
     assert "rules.long-code.use.tree: a tree of 15 nodes, 3 deep -> auto" in lines
     two = (

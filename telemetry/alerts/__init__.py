@@ -1,0 +1,1 @@
+"""Alert rules: evaluated, shared by the fleet, delivered, and printed for Prometheus."""
