@@ -72,7 +72,7 @@ async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
 
 @get("/admin/stats")
 async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
-    """Statistics, fallbacks, alerts and events, and the health of what they come from."""
+    """Statistics, fallbacks and events, and the health of what they come from."""
     controller = gateway_of(request).controller
     sync = controller.sync
     return _json(
@@ -81,7 +81,6 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
             "policy_version": controller.policy.spec.version,
             "fallback_count": controller.fallback_count,
             **controller.statistics.report(controller.clock()),
-            "alerts": [alert.as_dict() for alert in controller.alerts],
             "events": [event.as_dict() for event in controller.events],
             "rewritten_epochs": sync.rewritten_epochs if sync else 0,
             "own_counters": controller.statistics.book.total(),

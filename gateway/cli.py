@@ -10,7 +10,10 @@ from importlib import util
 
 from gateway.version import package_version
 
-COMMANDS = ("serve", "backends", "fetch", "policy", "heads", "classifier", "classify", "verify_lossless", "bench")
+COMMANDS = (
+    *("serve", "backends", "fetch", "policy", "alerts"),
+    *("heads", "classifier", "classify", "verify_lossless", "bench"),
+)
 """Modules of ``gateway.commands``. Each has ``add_parser(subparsers)``, sets ``run`` and imports nothing heavy."""
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from platformdirs import user_state_dir
 
-from backends.types import Decoder
+from backends.types import Decoder, StepSampler
 from policy.counters import StatsKey
 from policy.decision import Decision, decide
 from policy.embedded import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
 from policy.fallback import Transition
-from policy.records import AlertRecord, DecisionLog, DecisionRecord, Event, EventKind, new_event_log
+from policy.records import DecisionLog, DecisionRecord, Event, EventKind, new_event_log
 from policy.redis_client import parse_redis_url
 from policy.runtime import PolicyRuntime
 from policy.spec import BUILT_IN_CLASSES, RequestFacts
@@ -31,16 +31,22 @@ from policy.stabiliser import Held, HeldKey, stabilise
 from policy.statistics import Statistics
 from policy.store import MemoryStore, RedisStore, StatsStore
 from policy.syncing import StoreSync
+from telemetry.alerts.alerting import Alerting, open_alerting
+from telemetry.alerts.book import Happening
+from telemetry.alerts.readings import steps_lately
+from telemetry.alerts.states import Change
+from telemetry.figures import Figures, Sources, StepWindow, take_figures
 
 logger = logging.getLogger("gateway.controller")
 
 COUNT_EVERY_S = 1.0
 POLL_EVERY_S = 1.0
 SYNC_EVERY_S = 1.0
+SHARE_ALERTS_EVERY_S = 1.0
 FLUSH_PATIENCE_S = 3.0
+ALERTS_PATIENCE_S = 1.0
 PROBE_EVERY_S = 5.0
 """A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
-FALLBACK_ALERT = "speculation_fallback"
 _MOST_HELD = 4096
 
 Classify = Callable[[Sequence[Mapping[str, Any]] | str], str]
@@ -102,17 +108,19 @@ class Controller:
         self.statistics = Statistics(replica or uuid.uuid4().hex)
         self.decisions = DecisionLog()
         self.events = new_event_log()
-        self.alerts: list[AlertRecord] = []
         self.listeners: list[Callable[[Event], None]] = []
         self.fallback_count = 0
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """How many there were of each (model, class)."""
         self.sync: StoreSync | None = None
+        self.alerting: Alerting | None = None
         self._classify = classify
         self._open_store = open_store
         self._store: StatsStore | None = None
         self._held: dict[HeldKey, Held] = {}
         self._probed_at: dict[tuple[str, str], float] = {}
+        self.figures: Figures = {}
+        self._steps = StepWindow()
         self._running: list[asyncio.Task[None]] = []
         self._decoders: Mapping[str, Decoder] = {}
 
@@ -171,7 +179,15 @@ class Controller:
         self._decoders = decoders
         self._store = await self._open_store()
         self.sync = StoreSync(self.statistics, self._store)
-        loops = ((self.count, COUNT_EVERY_S), (self.poll_policy, POLL_EVERY_S), (self.sync_once, SYNC_EVERY_S))
+        self.alerting = open_alerting(
+            self._store.shared_text("alerts"), self.statistics.replica, self.clock, self.wall_clock, self._on_alert
+        )
+        loops = (
+            (self.count, COUNT_EVERY_S),
+            (self.poll_policy, POLL_EVERY_S),
+            (self.sync_once, SYNC_EVERY_S),
+            (self.share_alerts, SHARE_ALERTS_EVERY_S),
+        )
         self._running = [asyncio.create_task(self._every(seconds, work)) for work, seconds in loops]
 
     async def stop(self) -> None:
@@ -186,6 +202,8 @@ class Controller:
         if store is None or self.sync is None:
             return
         await self.count()
+        if self.alerting is not None:
+            await self.alerting.stop(ALERTS_PATIENCE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(FLUSH_PATIENCE_S):
                 await self.sync.flush()
@@ -197,8 +215,31 @@ class Controller:
         for decoder in self._decoders.values():
             self.statistics.add_own(decoder.take_counters(), now, wall_time)
         source = "fleet" if self.sync is not None and self.sync.health.ok else "local"
-        for name, transition in self.statistics.refresh(self.policy.spec, now, source):
+        held = self.alerting.held(self.statistics.window.names) if self.alerting is not None else {}
+        for name, transition in self.statistics.refresh(self.policy.spec, now, source, held):
             self._note_transition(name, transition)
+        if self.alerting is not None:
+            self.figures = self._take_figures(now)
+            self.alerting.evaluate(self.policy.spec.alerts, self.figures, steps_lately(self.statistics, now))
+
+    async def share_alerts(self) -> None:
+        assert self.alerting is not None
+        await self.alerting.share(self.policy.spec)
+
+    def _take_figures(self, now: float) -> Figures:
+        for name, decoder in self._decoders.items():
+            if isinstance(decoder, StepSampler):
+                self._steps.add(name, decoder.take_steps(), now)
+        sources = Sources(
+            statistics=self.statistics,
+            decoders=self._decoders,
+            classes=self.known_classes,
+            policy=self.policy.status,
+            fallbacks=self.fallbacks,
+            store=None if self.sync is None else self.sync.health,
+            alerts={} if self.alerting is None else self.alerting.exported(),
+        )
+        return take_figures(sources, self._steps, now)
 
     async def poll_policy(self) -> None:
         # In a thread, since a file may lie on a network and YAML takes its time.
@@ -257,23 +298,28 @@ class Controller:
             "replica": self.statistics.replica,
         }
 
+    def _on_alert(self, happening: Happening, line: str) -> None:
+        model, class_name = happening.subject
+        values = {"alert": happening.rule.name, "severity": happening.rule.severity, "value": happening.value}
+        kinds: dict[Change, EventKind] = {
+            "pending": "alert_pending",
+            "cancelled": "alert_cancelled",
+            "firing": "alert_firing",
+            "resolved": "alert_resolved",
+        }
+        self._emit(kinds[happening.change], line, model or None, class_name or None, values)
+
     def _note_transition(self, name: tuple[str, str], transition: Transition) -> None:
         model, class_name = name
-        now = self.wall_clock()
-        values = {"speedup": round(transition.speedup, 4), "steps": round(transition.steps)}
+        speedup = None if transition.speedup is None else round(transition.speedup, 4)
+        values = {"speedup": speedup, "steps": round(transition.steps)}
         if transition.to == "fallback":
             self.fallback_count += 1
             self.fallbacks[name] += 1
             logger.warning("%s/%s falls back to vanilla: %s", model, class_name, transition.reason)
-            self.alerts.append(AlertRecord(FALLBACK_ALERT, "warning", model, class_name, transition.reason, now))
-            del self.alerts[:-256]
             self._emit("fallback", transition.reason, model, class_name, values)
             return
         logger.warning("%s/%s speculates again: %s", model, class_name, transition.reason)
-        self.alerts[:] = [
-            alert.resolved(now) if (alert.model, alert.class_name) == name and alert.resolved_at is None else alert
-            for alert in self.alerts
-        ]
         self._emit("resumed", transition.reason, model, class_name, values)
 
     def _emit(

@@ -32,11 +32,13 @@ FIGURES: Mapping[str, Figure] = {
     "speculative_speedup_factor": Figure("class", "measured speedup over vanilla decoding"),
     "speculative_acceptance_rate": Figure("class", "accepted share of draft tokens"),
     "speculative_fallback_count": Figure("class", "fallbacks to vanilla within 15 minutes"),
+    "speculative_fallback_active": Figure("class", "1 while a class is in fallback to vanilla, else 0"),
     "medusa_head_accuracy": Figure("class", "how often a head's first guess is right", by_head=True),
     "medusa_head_accuracy_ratio": Figure("class", "the same over its long memory: 1 is unchanged", by_head=True),
     "medusa_verification_step_ratio": Figure("model", "time of a verification step over that of a vanilla step"),
     "medusa_queue_oldest_age_seconds": Figure("model", "how long the head of the queue has waited"),
     "medusa_kv_usage": Figure("model", "share of the KV cache's pages in use"),
+    "medusa_engine_up": Figure("model", "1 while the engine takes requests, else 0"),
     "medusa_redis_up": Figure("fleet", "1 while the statistics store answers, else 0"),
 }
 """What ``metric`` may name. ``telemetry.alerts.rules`` says how each is asked of Prometheus."""

@@ -168,7 +168,8 @@ def _method(
             )
             stages.append(Stage("fallback", "probe", why))
             return "medusa", "policy"
-        why = f"speculation does not pay for {facts.class_name} (measured speedup {speedup}): fallback to vanilla"
+        cause = state.held or f"speculation does not pay for {facts.class_name} (measured speedup {speedup})"
+        why = f"{cause}: fallback to vanilla"
         stages.append(Stage("fallback", "vanilla", why))
         return "vanilla", "control"
     if lot(facts.request_id) < of_class.control:

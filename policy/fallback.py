@@ -26,13 +26,15 @@ Mode = Literal["speculating", "fallback"]
 
 @dataclass(frozen=True, slots=True)
 class FallbackState:
-    """``since``: when the mode began. ``speedup``: what was last measured on requests that speculate."""
+    """``since``: when the mode began. ``speedup``: what was last measured on requests that speculate. ``held``: why the
+    class is in fallback whatever its speedup is, if it is."""
 
     mode: Mode = "speculating"
     since: float = 0.0
     speedup: float | None = None
     steps: float = 0.0
     count: int = 0
+    held: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Transition:
     """A change of mode, for the event and the alert record."""
 
     to: Mode
-    speedup: float
+    speedup: float | None
     steps: float
     reason: str
 
@@ -57,16 +59,28 @@ def evidence_span(state: FallbackState, settings: FallbackSettings, now: float) 
 
 
 def advance(
-    state: FallbackState, settings: FallbackSettings, evidence: Tally, now: float, accuracy: float | None = None
+    state: FallbackState,
+    settings: FallbackSettings,
+    evidence: Tally,
+    now: float,
+    accuracy: float | None = None,
+    held: str | None = None,
 ) -> tuple[FallbackState, Transition | None]:
     """``evidence``: counters of the requests that speculate by the policy, over :func:`evidence_span`.
 
-    ``accuracy``: how often any guess of the first head is right, as far as that is known.
+    ``accuracy``: how often any guess of the first head is right, as far as that is known. ``held``: why the class must
+    be in fallback whatever its speedup is, None if it need not.
     """
     speedup, steps = evidence.speedup, evidence.steps
+    state = replace(state, speedup=state.speedup if speedup is None else speedup, steps=steps, held=held)
+    if held is not None:
+        if state.mode == "fallback":
+            return state, None
+        return replace(state, mode="fallback", since=now, count=state.count + 1), Transition(
+            "fallback", state.speedup, steps, held
+        )
     if speedup is None:
-        return replace(state, steps=steps), None
-    state = replace(state, speedup=speedup, steps=steps)
+        return state, None
     in_mode = now - state.since
     if state.mode == "speculating":
         if in_mode < settings.window_s or steps < MIN_STEPS or speedup >= settings.min_speedup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from policy.decision import Decision
@@ -21,6 +21,10 @@ EventKind = Literal[
     "store_up",
     "backend_down",
     "backend_up",
+    "alert_pending",
+    "alert_cancelled",
+    "alert_firing",
+    "alert_resolved",
 ]
 
 
@@ -86,25 +90,6 @@ class Event:
 
     def as_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in Event.__slots__}
-
-
-@dataclass(frozen=True, slots=True)
-class AlertRecord:
-    """A condition that a person may want to know of. ``resolved_at`` None: it still holds."""
-
-    name: str
-    severity: str
-    model: str
-    class_name: str
-    message: str
-    fired_at: float
-    resolved_at: float | None = None
-
-    def resolved(self, at: float) -> AlertRecord:
-        return replace(self, resolved_at=at)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in AlertRecord.__slots__}
 
 
 def new_event_log() -> deque[Event]:

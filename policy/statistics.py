@@ -71,8 +71,10 @@ class Statistics:
         for register in [each for each in self._seen if each.epoch < epoch]:
             del self._seen[register]
 
-    def refresh(self, spec: PolicySpec, now: float, source: str) -> list[tuple[tuple[str, str], Transition]]:
-        """A new ``live``, and the fallbacks that began or ended."""
+    def refresh(
+        self, spec: PolicySpec, now: float, source: str, held: Mapping[tuple[str, str], str] | None = None
+    ) -> list[tuple[tuple[str, str], Transition]]:
+        """A new ``live``, and the fallbacks that began or ended. ``held``: classes to keep in fallback, and why."""
         transitions: list[tuple[tuple[str, str], Transition]] = []
         for name in self.window.names:
             settings = spec.of_class(name[1])
@@ -86,7 +88,9 @@ class Statistics:
             )
             known = self.live.by_class.get(name)
             accuracy = None if known is None else known.first_accuracy
-            self._fallbacks[name], transition = advance(state, settings.fallback, evidence, now, accuracy)
+            self._fallbacks[name], transition = advance(
+                state, settings.fallback, evidence, now, accuracy, (held or {}).get(name)
+            )
             if transition is not None:
                 transitions.append((name, transition))
         self.live = live_stats(self._estimates, self._fallbacks, now=now, source=source, previous=self.live)

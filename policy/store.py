@@ -16,9 +16,11 @@ from backends.types import DecodeCounters
 from policy.book import EPOCH_S, RETAINED_EPOCHS
 from policy.counters import Tally, as_json, copy_of, from_json, pack, unpack
 from policy.redis_client import RedisTarget, connect
+from policy.shared_text import MemoryText, SharedText
 
 EPOCH_TTL_S = int(EPOCH_S * (RETAINED_EPOCHS + 30))
 PRIOR_TTL_S = 90 * 86_400
+TEXT_TTL_S = 30 * 86_400
 
 
 class StoreUnavailable(Exception):
@@ -63,6 +65,10 @@ class StatsStore(Protocol):
         """Set the prior, if it still ends with epoch ``before``; False: another replica was faster."""
         ...
 
+    def shared_text(self, name: str) -> SharedText:
+        """A text beside the statistics."""
+        ...
+
     async def close(self) -> None: ...
 
 
@@ -75,6 +81,7 @@ class MemoryStore:
         self.describe = f"memory of this process, neither shared nor kept ({because})"
         self._registers: dict[Register, tuple[int, DecodeCounters]] = {}
         self._prior = Prior()
+        self._texts: dict[str, MemoryText] = {}
 
     async def write(self, replica: str, serial: int, epochs: Mapping[int, Mapping[str, DecodeCounters]]) -> None:
         for epoch, values in epochs.items():
@@ -96,6 +103,9 @@ class MemoryStore:
             return False
         self._prior = prior
         return True
+
+    def shared_text(self, name: str) -> SharedText:
+        return self._texts.setdefault(name, MemoryText())
 
     async def close(self) -> None:
         """Nothing to give back."""
@@ -120,6 +130,31 @@ if epoch ~= tonumber(ARGV[1]) then return 0 end
 redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
 return 1
 """
+
+
+_LOAD_TEXT = "return {redis.call('GET', KEYS[1]) or '', redis.call('TIME')}"
+_SWAP_TEXT = """
+if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
+return 1
+"""
+
+
+class RedisText:
+    """A key of a :class:`RedisStore`. The clock is the server's."""
+
+    def __init__(self, client: Any, key: str) -> None:
+        self._client = client
+        self._key = key
+
+    async def load(self) -> tuple[str, float]:
+        async with _told():
+            text, (seconds, micros) = await self._client.eval(_LOAD_TEXT, 1, self._key)
+        return str(text), int(seconds) + int(micros) / 1e6
+
+    async def swap(self, before: str, after: str) -> bool:
+        async with _told():
+            return bool(await self._client.eval(_SWAP_TEXT, 1, self._key, before, after, TEXT_TTL_S))
 
 
 class RedisStore:
@@ -162,6 +197,9 @@ class RedisStore:
         text = f"{prior.epoch} {json.dumps({key: as_json(value) for key, value in prior.tallies.items()})}"
         async with _told():
             return bool(await self._client.eval(_REPLACE_PRIOR, 1, f"{self._prefix}:prior", before, text, PRIOR_TTL_S))
+
+    def shared_text(self, name: str) -> SharedText:
+        return RedisText(self._client, f"{self._prefix}:text:{name}")
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -1,0 +1,99 @@
+"""What an alert rule looks at, out of the figures that are exported as metrics. Pure but for counting fallbacks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from policy.alerts import FALLBACK_WINDOW_S, AlertRule
+from policy.statistics import Statistics
+from telemetry import catalog
+from telemetry.catalog import WINDOW_S, Metric
+from telemetry.figures import Figures
+
+Subject = tuple[str, str]
+"""Model and class, "" where the figure has none."""
+MIN_STEPS = 50.0
+"""What is measured by class must rest on this many steps of the last minute; fewer are no evidence."""
+
+_PLAIN: Mapping[str, Metric] = {
+    "speculative_speedup_factor": catalog.SPEEDUP_FACTOR,
+    "speculative_acceptance_rate": catalog.ACCEPTANCE_RATE,
+    "speculative_fallback_active": catalog.FALLBACK_ACTIVE,
+    "medusa_verification_step_ratio": catalog.VERIFICATION_RATIO,
+    "medusa_queue_oldest_age_seconds": catalog.QUEUE_OLDEST_AGE,
+    "medusa_engine_up": catalog.ENGINE_UP,
+    "medusa_redis_up": catalog.REDIS_UP,
+}
+_NEEDS_STEPS = frozenset(
+    {"speculative_speedup_factor", "speculative_acceptance_rate", "medusa_head_accuracy", "medusa_head_accuracy_ratio"}
+)
+
+
+def readings(
+    rule: AlertRule, figures: Figures, steps: Mapping[Subject, float], fallbacks: Mapping[Subject, float]
+) -> dict[Subject, float]:
+    """The rule's figure for every model and class that the rule covers; what there is no evidence of is left out.
+
+    ``steps``: how many the last minute had of each; ``fallbacks``: how many within :data:`FALLBACK_WINDOW_S`.
+    """
+    return {
+        subject: value
+        for subject, value in _values(rule, figures, fallbacks).items()
+        if rule.covers(*subject) and (rule.metric not in _NEEDS_STEPS or steps.get(subject, 0.0) >= MIN_STEPS)
+    }
+
+
+def _values(rule: AlertRule, figures: Figures, fallbacks: Mapping[Subject, float]) -> Mapping[Subject, float]:
+    if rule.metric in _PLAIN:
+        found = figures.get(_PLAIN[rule.metric].name, {})
+        return {_subject(labels): value for labels, value in found.items()}
+    if rule.metric == "speculative_fallback_count":
+        return fallbacks
+    if rule.metric == "medusa_kv_usage":
+        used, limits = figures.get(catalog.KV_PAGES_USED.name, {}), figures.get(catalog.KV_PAGES_LIMIT.name, {})
+        return {_subject(labels): used.get(labels, 0.0) / limit for labels, limit in limits.items() if limit > 0}
+    accuracy = _first_guesses(figures, catalog.HEAD_ACCURACY, rule.head)
+    if rule.metric == "medusa_head_accuracy":
+        return accuracy
+    assert rule.metric == "medusa_head_accuracy_ratio", rule.metric
+    prior = _first_guesses(figures, catalog.HEAD_ACCURACY_PRIOR, rule.head)
+    return {subject: value / prior[subject] for subject, value in accuracy.items() if prior.get(subject, 0.0) > 0}
+
+
+def _first_guesses(figures: Figures, metric: Metric, head: int) -> dict[Subject, float]:
+    found = figures.get(metric.name, {})
+    return {_subject(labels): value for labels, value in found.items() if labels[2:] == (str(head), "1")}
+
+
+def _subject(labels: tuple[str, ...]) -> Subject:
+    model, class_name, *_ = (*labels, "", "")
+    return model, class_name
+
+
+def steps_lately(statistics: Statistics, now: float) -> dict[Subject, float]:
+    """Steps of the last minute that speculated by the policy."""
+    lately: dict[Subject, float] = {}
+    for name in statistics.window.names:
+        tally = statistics.window.all_arms(name, now, WINDOW_S).get("policy")
+        lately[name] = 0.0 if tally is None else tally.steps
+    return lately
+
+
+class FallbackHistory:
+    """When fallbacks were counted. Times must not go back."""
+
+    def __init__(self) -> None:
+        self._known: dict[Subject, float] = {}
+        self._times: dict[Subject, deque[float]] = {}
+
+    def lately(self, figures: Figures, now: float) -> dict[Subject, float]:
+        """Fallbacks within :data:`FALLBACK_WINDOW_S` of now, by model and class."""
+        for labels, count in figures.get(catalog.FALLBACK_COUNT.name, {}).items():
+            subject = _subject(labels)
+            times = self._times.setdefault(subject, deque(maxlen=1000))
+            times.extend([now] * int(count - self._known.get(subject, 0.0)))
+            self._known[subject] = count
+            while times and now - times[0] >= FALLBACK_WINDOW_S:
+                times.popleft()
+        return {subject: float(len(times)) for subject, times in self._times.items()}
