@@ -18,7 +18,7 @@ from typing import Any
 
 from platformdirs import user_state_dir
 
-from backends.types import Decoder, StepSampler
+from backends.types import Decoder
 from policy.counters import StatsKey
 from policy.decision import Decision, decide
 from policy.embedded import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
@@ -35,7 +35,7 @@ from telemetry.alerts.alerting import Alerting, open_alerting
 from telemetry.alerts.book import Happening
 from telemetry.alerts.readings import steps_lately
 from telemetry.alerts.states import Change
-from telemetry.figures import Figures, Sources, StepWindow, take_figures
+from telemetry.figures import Figures
 
 logger = logging.getLogger("gateway.controller")
 
@@ -119,8 +119,6 @@ class Controller:
         self._store: StatsStore | None = None
         self._held: dict[HeldKey, Held] = {}
         self._probed_at: dict[tuple[str, str], float] = {}
-        self.figures: Figures = {}
-        self._steps = StepWindow()
         self._running: list[asyncio.Task[None]] = []
         self._decoders: Mapping[str, Decoder] = {}
 
@@ -218,28 +216,16 @@ class Controller:
         held = self.alerting.held(self.statistics.window.names) if self.alerting is not None else {}
         for name, transition in self.statistics.refresh(self.policy.spec, now, source, held):
             self._note_transition(name, transition)
+
+    def evaluate_alerts(self, figures: Figures) -> None:
+        """Look at figures that were just taken; what follows is shared and delivered by the loop for that."""
         if self.alerting is not None:
-            self.figures = self._take_figures(now)
-            self.alerting.evaluate(self.policy.spec.alerts, self.figures, steps_lately(self.statistics, now))
+            lately = steps_lately(self.statistics, self.clock())
+            self.alerting.evaluate(self.policy.spec.alerts, figures, lately)
 
     async def share_alerts(self) -> None:
         assert self.alerting is not None
         await self.alerting.share(self.policy.spec)
-
-    def _take_figures(self, now: float) -> Figures:
-        for name, decoder in self._decoders.items():
-            if isinstance(decoder, StepSampler):
-                self._steps.add(name, decoder.take_steps(), now)
-        sources = Sources(
-            statistics=self.statistics,
-            decoders=self._decoders,
-            classes=self.known_classes,
-            policy=self.policy.status,
-            fallbacks=self.fallbacks,
-            store=None if self.sync is None else self.sync.health,
-            alerts={} if self.alerting is None else self.alerting.exported(),
-        )
-        return take_figures(sources, self._steps, now)
 
     async def poll_policy(self) -> None:
         # In a thread, since a file may lie on a network and YAML takes its time.

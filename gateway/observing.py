@@ -76,8 +76,11 @@ def take_figures(state: GatewayState) -> Figures:
         policy=controller.policy.status,
         fallbacks=controller.fallbacks,
         store=sync.health if sync is not None and sync.health.remote else None,
+        alerts={} if controller.alerting is None else controller.alerting.exported(),
     )
-    return state.telemetry.observe(sources, controller.clock())
+    figures = state.telemetry.observe(sources, controller.clock())
+    controller.evaluate_alerts(figures)
+    return figures
 
 
 @asynccontextmanager
