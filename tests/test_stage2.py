@@ -1,5 +1,6 @@
 """Stage two: heads and backbone trained together gain tokens per step; all that is written says what was changed."""
 
+import argparse
 import copy
 import json
 import random
@@ -23,6 +24,7 @@ from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.trainer import TrainingError, TrainingOptions
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 from gateway.app import create_app
+from gateway.commands.heads import add_parser
 from gateway.state import GatewayState, ServedModel
 from tests.engine_helpers import FLAT_COST
 from tests.toy_language import sentence, toy_model, toy_prompts
@@ -58,10 +60,16 @@ def toy_backbone() -> Backbone:
     return Backbone("toy", model, tiny_tokenizer(), backbone_fingerprint(model))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Trained:
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Trained:
     folder = tmp_path_factory.mktemp("stages")
     prompts = toy_prompts(200, 40)
     backbone = toy_backbone()
@@ -82,7 +90,6 @@ def trained(tmp_path_factory) -> Trained:
     train_heads(backbone, run, log=lambda line: None)
     second = replace(run, initial=folder / "stage1", out=folder / "stage2")
     report = adapt_backbone(backbone, second, STAGE2, log=lambda line: None)
-    torch.set_num_threads(threads)
     ids = [tuple(backbone.tokenizer.encode_chat([{"role": "user", "content": p["prompt"]}])) for p in prompts[-40:]]
     return Trained(folder / "stage1", folder / "stage2", report, original, ids)
 
@@ -182,6 +189,22 @@ def test_divergence_is_kl_with_its_gradient():
     found = divergence(hidden, original, lm_head, chunk=3)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, hidden)[0], gradient)
+
+
+def test_stage_two_on_the_command_line(trained: Trained, tmp_path, capsys):
+    trained.original.model.save_pretrained(tmp_path / "toy")
+    trained.original.tokenizer.save_pretrained(tmp_path / "toy")
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    answers, out = trained.stage1.parent / "answers.jsonl.gz", tmp_path / "out"
+    named = {"--model": tmp_path / "toy", "--init": trained.stage1, "--answers": answers, "--out": out}
+    numbers = {"--batch": 32, "--lora-rank": 4, "--max-new-tokens": 20, "--threads": 1}
+    options = [str(part) for pair in (named | numbers).items() for part in pair]
+    args = parser.parse_args(["heads", "train", "--stage", "2", *options])
+    assert args.run(args) == 0
+    assert f"--model {out}/toy-adapted --heads {out}" in capsys.readouterr().out
+    written = describe_heads(out)["training"]["options"]
+    assert (written["rank"], written["alpha"], written["answers_per_batch"], written["epochs"]) == (4, 8, 32, 1)
 
 
 def test_stage_two_wants_trained_heads(trained: Trained, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from backends.cost import StepCost
 from backends.heads import MedusaHeads, backbone_fingerprint, describe_heads, save_heads
 from backends.tiny import tiny_model, tiny_tokenizer
 from backends.training.answers import generate_answers
@@ -319,6 +320,19 @@ def test_sampled_answers_do_not_depend_on_interruption(tmp_path):
     assert answers(parts) == answers(whole)
     assert answers(other) != answers(whole)
     assert {answer.temperature for answer in read_answers([whole])} == {1.0}
+
+
+def test_a_model_without_native_kernels_is_itself_again_after_its_engine():
+    """Such a model lends the engine its own layers, attention and all; hidden states are taken from it afterwards."""
+    model = tiny_model(hidden=40)
+    ids = torch.tensor([[1, 50, 60, 2]])
+    expected = model(input_ids=ids).logits
+    backbone = Backbone("tiny", model, tiny_tokenizer(), "")
+    with backbone.engine(kv_tokens=256, cost=StepCost(((1, 1.0),))) as core:
+        assert core.runner.kind == "transformers"
+        with pytest.raises(RuntimeError, match="outside the engine"):
+            model(input_ids=ids)
+    assert torch.equal(model(input_ids=ids).logits, expected)
 
 
 def test_bad_answers_are_named(tmp_path):
