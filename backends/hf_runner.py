@@ -1,15 +1,12 @@
 """Any decoder-only model that goes through transformers' attention interface, on any device, in torch operations.
 
-The attention function registered here replaces the model's own: it stores keys and values in the page pool and lets
-every row see the slots of its own path. Keys are walked in blocks of 16 by absolute position and each product is a
-multiplication followed by a sum over ``head_dim``, so a row's result does not depend on the other rows. Linear layers
-get a multiple of 4 rows, at least 4: ``F.linear`` is then bitwise independent of the number of rows on the CPUs tried
-(docs/exactness.md). CUDA uses the same code; its linear layers have not been measured for that property.
+Attention is :mod:`backends.paged_attention`. Linear layers get a multiple of 4 rows, at least 4: ``F.linear`` is then
+bitwise independent of the number of rows on the CPUs tried (docs/exactness.md). CUDA uses the same code; its linear
+layers have not been measured for that property.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,127 +14,118 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from backends.batch import PAGE_SIZE, StepBatch
+from backends.architectures import UnsupportedModel, check_attention, check_interface, refusal
+from backends.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.heads import MedusaHeads
+from backends.paged_attention import (
+    ATTENTION_NAME,
+    AttentionProbe,
+    LayerShape,
+    PagedStep,
+    paged_attention,
+    visible_slots,
+)
 from backends.runner import Proposals, RowSampling
 from backends.sampling_torch import draw_rows
 
-ATTENTION_NAME = "medusa_paged"
 _ROW_MULTIPLE = 4
-
-
-@dataclass(slots=True)
-class _Step:
-    """What the attention function needs: where rows go, and which slots [rows, blocks * 16] each row sees."""
-
-    pools: list[tuple[torch.Tensor, torch.Tensor]]
-    slots: torch.Tensor
-    seen: torch.Tensor
-    hidden_mask: torch.Tensor
-
-
-class UnsupportedModel(ValueError):
-    """The model can't be run by this engine; the message says why."""
-
-
-def paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    *,
-    medusa_step: _Step | None = None,
-    **unused: Any,
-) -> tuple[torch.Tensor, None]:
-    """Called by every attention layer of the model.
-
-    ``query`` [1, heads, rows, head_dim], ``key`` and ``value`` [1, kv_heads, rows, head_dim]; returns
-    [1, rows, heads, head_dim] and no weights.
-    """
-    if medusa_step is None:
-        raise RuntimeError("the model was called outside the engine")
-    k_pool, v_pool = medusa_step.pools[module.layer_idx]  # type: ignore[index]
-    rows = len(medusa_step.slots)
-    k_pool[medusa_step.slots] = key[0].transpose(0, 1)[:rows]
-    v_pool[medusa_step.slots] = value[0].transpose(0, 1)[:rows]
-    heads, head_dim = query.shape[1], query.shape[3]
-    kv_heads = key.shape[1]
-    scale = head_dim**-0.5 if scaling is None else scaling
-    q = query[0].transpose(0, 1).reshape(-1, kv_heads, heads // kv_heads, head_dim).float() * scale
-    # Rows that only pad the linear layers see what row 0 sees.
-    seen, mask = medusa_step.seen, medusa_step.hidden_mask
-    blocks = [slice(start, start + PAGE_SIZE) for start in range(0, seen.shape[1], PAGE_SIZE)]
-    scores = [
-        (q[:, :, :, None, :] * k_pool[seen[:, block]].float().permute(0, 2, 1, 3)[:, :, None]).sum(-1)
-        for block in blocks
-    ]
-    scores = [
-        part.masked_fill(mask[:, None, None, block], -torch.inf) for part, block in zip(scores, blocks, strict=True)
-    ]
-    highest = scores[0].amax(-1, keepdim=True)
-    for part in scores[1:]:
-        highest = torch.maximum(highest, part.amax(-1, keepdim=True))
-    total = torch.zeros_like(highest)
-    out = torch.zeros_like(q)
-    for part, block in zip(scores, blocks, strict=True):
-        weights = torch.exp(part - highest)
-        total = total + weights.sum(-1, keepdim=True)
-        values = v_pool[seen[:, block]].float().masked_fill(mask[:, block, None, None], 0.0).permute(0, 2, 3, 1)
-        out = out + (weights[:, :, :, None, :] * values[:, :, None]).sum(-1)
-    out = (out / total).to(query.dtype)
-    return out.reshape(1, -1, heads, head_dim), None
+_PROBE_TOKENS = 24
+# How far the engine's logits may be from the model's own, as a share of their spread. Rounding stays well below; a bias
+# or a scale that was left out does not.
+_TOLERANCE = {torch.float32: 1e-3}
+_TOLERANCE_HALF = 0.15
 
 
 class HfRunner:
-    """See :class:`backends.runner.ModelRunner`."""
+    """See :class:`backends.runner.ModelRunner`. Takes the model over: it can't be called outside any more.
+
+    Raises :class:`backends.architectures.UnsupportedModel` with the reason for a model that it can't run, among them
+    any whose logits for a few tokens are not those of transformers' own forward.
+    """
 
     kind = "transformers"
 
     def __init__(self, model: Any, *, num_pages: int, max_rows: int, max_context: int) -> None:
         config = model.config.get_text_config()
-        if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-            raise UnsupportedModel(f"{config.model_type}: sliding window attention is not supported")
-        if getattr(model, "_can_compile_fullgraph", True) and getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModel(f"{config.model_type}: not a decoder-only model")
-        base = getattr(model, model.base_model_prefix, None)
-        head = model.get_output_embeddings()
-        if base is None or head is None:
-            raise UnsupportedModel(f"{config.model_type}: no separate base model and lm_head")
-        AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        model.set_attn_implementation(ATTENTION_NAME)
-        self._model, self._base, self._lm_head = model.eval(), base, head
+        if reason := refusal(model.config, max_context):
+            raise UnsupportedModel(reason)
+        check_interface(model)
+        self._model: Any = model.eval()
+        self._base: Any = getattr(model, model.base_model_prefix)
+        self._lm_head: Any = model.get_output_embeddings()
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._logit_scale: float = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.hidden_size: int = config.hidden_size
-        self.vocab_size: int = config.vocab_size
+        self.vocab_size, self.hidden_size = self._lm_head.weight.shape
         self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        expected = self._own_logits(max_context)
+        AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        model.set_attn_implementation(ATTENTION_NAME)
         slots = num_pages * PAGE_SIZE + -(-max_rows // PAGE_SIZE) * PAGE_SIZE
-        self._pools = [
-            tuple(torch.zeros(slots, kv_heads, head_dim, dtype=self.dtype, device=self.device) for _ in range(2))
-            for _ in range(config.num_hidden_layers)
-        ]
+        self._pools = {layer: self._pool(slots, shape) for layer, shape in self._layer_shapes().items()}
+        self._compare(expected)
+
+    def _pool(self, slots: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
+        def zeros(width: int) -> torch.Tensor:
+            return torch.zeros(slots, shape.kv_heads, width, dtype=self.dtype, device=self.device)
+
+        return zeros(shape.key_dim), zeros(shape.value_dim)
+
+    def _probe_ids(self, length: int) -> list[int]:
+        return [(7919 * i + 13) % self.vocab_size for i in range(length)]
+
+    @torch.inference_mode()
+    def _own_logits(self, max_context: int) -> torch.Tensor:
+        """transformers' own logits [tokens, V] for a few tokens, through its eager attention."""
+        self._model.set_attn_implementation("eager")
+        ids = self._probe_ids(min(_PROBE_TOKENS, max_context, self.max_rows, self.num_pages * PAGE_SIZE))
+        return self._model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
+
+    @torch.inference_mode()
+    def _layer_shapes(self) -> dict[int, LayerShape]:
+        probe = AttentionProbe()
+        ids = torch.tensor([self._probe_ids(_ROW_MULTIPLE)], device=self.device)
+        try:
+            self._base(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, medusa_step=probe)
+        except RuntimeError as error:
+            if "outside the engine" not in str(error):
+                raise
+            raise UnsupportedModel(f"{self._model.config.model_type}: keywords don't reach its attention") from None
+        check_attention(self._model.config, probe.layers, probe.foreign)
+        return probe.layers
+
+    def _compare(self, expected: torch.Tensor) -> None:
+        """Raises :class:`UnsupportedModel` unless the engine says what the model says."""
+        builder = BatchBuilder(self.num_pages * PAGE_SIZE)
+        pages = list(range(-(-len(expected) // PAGE_SIZE)))
+        # One chunk a token, so that every row is an output.
+        for position, token in enumerate(self._probe_ids(len(expected))):
+            builder.add_chunk(pages, [token], position, last_output=True)
+        found = self.logits(self.forward(builder.build()))
+        off = ((found - expected).square().mean().sqrt() / expected.std()).item()
+        # Not written as off > ...: what is not a number is no match.
+        if not off <= _TOLERANCE.get(self.dtype, _TOLERANCE_HALF):
+            raise UnsupportedModel(
+                f"{self._model.config.model_type}: the engine's logits differ from transformers' own by {off:.1%} of "
+                "their spread, so something in this architecture is not supported"
+            )
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if batch.rows > self.max_rows:
             raise ValueError(f"{batch.rows} rows in a step of at most {self.max_rows}")
         padding = -batch.rows % _ROW_MULTIPLE
-        seen, mask = _visible_slots(batch)
+        seen, lengths = visible_slots(batch)
 
         def put(array: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(array).to(self.device, torch.long)
 
-        step = _Step(
-            pools=self._pools,  # type: ignore[arg-type]
+        step = PagedStep(
+            pools=self._pools,
             slots=put(batch.slots),
             seen=_pad_rows(put(seen), padding),
-            hidden_mask=_pad_rows(torch.from_numpy(mask).to(self.device), padding),
+            lengths=np.append(lengths, np.repeat(lengths[:1], padding)),
         )
         tokens, positions = _pad_rows(put(batch.tokens), padding), _pad_rows(put(batch.positions), padding)
         output = self._base(
@@ -147,13 +135,18 @@ class HfRunner:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = self._lm_head(_pad_rows(hidden, -len(hidden) % _ROW_MULTIPLE))[: len(hidden)].float()
-        return out if self._softcap is None else torch.tanh(out / self._softcap) * self._softcap
+        # Rows are cut off last: elementwise kernels, too, may treat the odd end of a tensor in another way.
+        out = self._lm_head(_pad_rows(hidden, -len(hidden) % _ROW_MULTIPLE)).float()
+        if self._logit_scale != 1.0:
+            out = out * self._logit_scale
+        if self._softcap is not None:
+            out = torch.tanh(out / self._softcap) * self._softcap
+        return out[: len(hidden)]
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         if source:
             take, put = torch.tensor(source, device=self.device), torch.tensor(target, device=self.device)
-            for pools in self._pools:
+            for pools in self._pools.values():
                 for pool in pools:
                     pool[put] = pool[take]
 
@@ -198,18 +191,3 @@ class HfHeads:
 def _pad_rows(tensor: torch.Tensor, padding: int) -> torch.Tensor:
     """Repeat row 0 ``padding`` times at the end."""
     return torch.cat([tensor, tensor[:1].expand(padding, *tensor.shape[1:])]) if padding else tensor
-
-
-def _visible_slots(batch: StepBatch) -> tuple[np.ndarray, np.ndarray]:
-    """Slots [rows, blocks * 16] that each row sees in order of position, and where that is only padding."""
-    lengths = batch.full_pages * PAGE_SIZE + np.diff(batch.tail_offsets)
-    width = -(-int(lengths.max()) // PAGE_SIZE) * PAGE_SIZE
-    seen = np.zeros((batch.rows, width), dtype=np.int64)
-    for row in range(batch.rows):
-        start = batch.page_offsets[batch.sequence[row]]
-        full = batch.full_pages[row]
-        pages = batch.pages[start : start + full].astype(np.int64)
-        tail = batch.tail_slots[batch.tail_offsets[row] : batch.tail_offsets[row + 1]]
-        seen[row, : full * PAGE_SIZE] = (pages[:, None] * PAGE_SIZE + np.arange(PAGE_SIZE)).ravel()
-        seen[row, full * PAGE_SIZE : lengths[row]] = tail
-    return seen, np.arange(width)[None, :] >= lengths[:, None]
