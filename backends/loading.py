@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from backends.architectures import UnsupportedModel, refusal
 from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.cost import StepCost, measure
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
@@ -22,6 +23,7 @@ from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
 from backends.runner import HeadsRunner, ModelRunner
 from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
+from backends.tiny_architectures import tiny_architecture
 from backends.tokenizer import HfTokenizer
 from backends.types import ModelInfo
 
@@ -111,18 +113,19 @@ class ModelParts:
 
 def load_parts(options: EngineOptions) -> ModelParts:
     """Load from disk or hub. Raises as :func:`open_engine` does."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    if options.model == TINY_MODEL_NAME:
-        dtype = _dtype(options.dtype, torch.device("cpu"))
-        name = options.served_name or TINY_MODEL_NAME
-        return ModelParts(tiny_model(dtype=dtype), tiny_tokenizer(), tiny_heads(), name)
+    if options.model is not None and options.model.split(":")[0] == TINY_MODEL_NAME:
+        return _tiny_parts(options.model, options.served_name, _dtype(options.dtype, torch.device("cpu")))
     transformers_logging.disable_progress_bar()
     folder = str(prepare_demo_model()) if options.model is None else options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
+    # Known before gigabytes of weights are loaded.
+    if reason := refusal(AutoConfig.from_pretrained(folder), options.max_model_len):
+        raise UnsupportedModel(reason)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device).eval()
     tokenizer = HfTokenizer.from_pretrained(folder)
@@ -131,13 +134,20 @@ def load_parts(options: EngineOptions) -> ModelParts:
     return ModelParts(model, tokenizer, heads, name, accuracies)
 
 
+def _tiny_parts(asked: str, name: str | None, dtype: torch.dtype) -> ModelParts:
+    """Of "tiny-random", or of "tiny-random:ARCHITECTURE"."""
+    architecture = asked.partition(":")[2]
+    model = tiny_architecture(architecture, dtype=dtype) if architecture else tiny_model(dtype=dtype)
+    return ModelParts(model, tiny_tokenizer(), tiny_heads(), name or asked)
+
+
 def build_core(
     parts: ModelParts, options: EngineOptions, *, cost: StepCost | None = None, observer: Observer | None = None
 ) -> LoadedCore:
     """An engine core around a loaded transformers model. ``cost`` None: measured here."""
     model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
-    config = model.config
-    longest = min(options.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
+    positions: int = model.config.get_text_config().max_position_embeddings
+    longest = min(options.max_model_len or positions, positions)
     if options.kv_tokens is not None:
         # A request that could never get its pages is refused as too long rather than when it is queued.
         longest = min(longest, options.kv_tokens)

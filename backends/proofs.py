@@ -8,6 +8,7 @@ from backends.bench_prompts import PROMPTS
 from backends.loading import EngineOptions, load_core
 from backends.lossless import LosslessReport, Progress, verify_lossless
 from backends.tiny import TINY_MODEL_NAME
+from backends.tiny_architectures import TINY_ARCHITECTURES
 from backends.tokenizer import HfTokenizer
 
 
@@ -16,6 +17,7 @@ def prove(
     model: str | None,
     heads: str | None,
     tiny: bool,
+    architecture: str | None = None,
     dtype: str,
     device: str,
     runner: str,
@@ -24,9 +26,12 @@ def prove(
     seed: int,
     progress: Progress,
 ) -> LosslessReport:
-    """Load and compare. Raises OSError or ValueError for what the user can mend."""
+    """Load and compare. ``architecture``: of the tiny model.
+
+    Raises OSError or ValueError for what the user can mend.
+    """
     options = EngineOptions(
-        model=TINY_MODEL_NAME if tiny else model,
+        model=(f"{TINY_MODEL_NAME}:{architecture}" if architecture else TINY_MODEL_NAME) if tiny else model,
         heads=heads,
         device=device,
         dtype=dtype,
@@ -38,6 +43,11 @@ def prove(
     loaded = load_core(options)
     ids = random_prompts(loaded.tokenizer, prompts, random.Random(seed), longest=40 if tiny else 120)
     return verify_lossless(loaded, ids, seed=seed, max_tokens=max_tokens, progress=progress)
+
+
+def architectures(asked: str | None) -> list[str | None]:
+    """Names for :func:`prove`, one after another: "all" stands for every tiny architecture."""
+    return list(TINY_ARCHITECTURES) if asked == "all" else [asked]
 
 
 def random_prompts(tokenizer: HfTokenizer, count: int, rng: random.Random, *, longest: int) -> list[tuple[int, ...]]:

@@ -19,6 +19,11 @@ def add_parser(subparsers: Any) -> None:
     add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
     add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
     add("--tiny", action="store_true", help="a random 2-layer model instead, for many prompts in little time")
+    add(
+        "--architecture",
+        metavar="NAME",
+        help="with --tiny: the random model's architecture (gemma2, phi, gpt-neox, ...), or 'all', one after another",
+    )
     add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
     add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
     add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
@@ -30,36 +35,45 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from backends.proofs import prove
+    from backends.proofs import architectures, prove
+    from gateway.cli import CommandError
 
+    if args.architecture and not args.tiny:
+        raise CommandError("--architecture goes with --tiny: a real model has its own")
     dtypes = ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,)
     prompts = args.prompts or (5000 if args.tiny else 200)
     parts = {}
-    for dtype in dtypes:
-        parts[dtype] = prove(
-            model=args.model,
-            heads=args.heads,
-            tiny=args.tiny,
-            dtype=dtype,
-            device=args.device,
-            runner=args.runner,
-            prompts=prompts,
-            max_tokens=args.max_tokens,
-            seed=args.seed,
-            progress=lambda done, total, dtype=dtype: _progress(dtype, done, total),
-        )
+    try:
+        for architecture in architectures(args.architecture):
+            for dtype in dtypes:
+                name = f"{architecture} {dtype}" if architecture else dtype
+                parts[name] = prove(
+                    model=args.model,
+                    heads=args.heads,
+                    tiny=args.tiny,
+                    architecture=architecture,
+                    dtype=dtype,
+                    device=args.device,
+                    runner=args.runner,
+                    prompts=prompts,
+                    max_tokens=args.max_tokens,
+                    seed=args.seed,
+                    progress=lambda done, total, name=name: _progress(name, done, total),
+                )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
     keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches")
     total = {key: sum(getattr(part, key) for part in parts.values()) for key in keys}
     if args.json:
         detail = {
-            dtype: {**{key: getattr(part, key) for key in keys}, "accepted_draft_tokens": part.accepted}
-            for dtype, part in parts.items()
+            name: {**{key: getattr(part, key) for key in keys}, "accepted_draft_tokens": part.accepted}
+            for name, part in parts.items()
         }
         print(json.dumps({**total, "by_dtype": detail}))
     else:
-        for dtype, part in parts.items():
+        for name, part in parts.items():
             print(
-                f"{dtype}: {part.prompts} prompts, {part.tokens} tokens, {part.accepted} draft tokens accepted, "
+                f"{name}: {part.prompts} prompts, {part.tokens} tokens, {part.accepted} draft tokens accepted, "
                 f"{part.token_mismatches} token mismatches, {part.logit_mismatches} logit mismatches"
             )
     return 0 if all(part.lossless for part in parts.values()) else 1
