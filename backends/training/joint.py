@@ -86,7 +86,7 @@ class JointTrainer:
         if not len(self.order):
             raise TrainingError("no training answers: all prompts fall into the held-out share; bring more prompts")
         self.heads = heads.to(self.workers.device).requires_grad_(True)
-        # Frozen copies: the heads' rows of lm_head, and all of it for the divergence.
+        # lm_head stays as it is, so the original's distributions can be had from its hidden states.
         self.projection = OutputProjection.of_model(model, heads.draft_token_ids)
         self.lm_head = model.get_output_embeddings().weight.detach()
         self.columns = self.projection.draft_index(states.targets(heads.num_heads))
@@ -275,4 +275,5 @@ def _with_lora(model: Any, options: JointOptions) -> Any:
         raise TrainingError("stage 2 needs peft; install it with: pip install 'medusa-gateway[train]'") from None
     torch.manual_seed(options.seed)
     config = LoraConfig(r=options.rank, lora_alpha=options.alpha, lora_dropout=0.0, target_modules="all-linear")
-    return get_peft_model(model, config).train()
+    # Without the dropout that some backbones have: a resumed run then needs no state of the random generator.
+    return get_peft_model(model, config).eval()
