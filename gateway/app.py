@@ -12,6 +12,7 @@ from litestar.exceptions import HTTPException
 
 from gateway import completions, models
 from gateway.admin import admin_routes
+from gateway.alert_routes import alert_routes
 from gateway.errors import handle_exception
 from gateway.observing import RequestTelemetry, metrics, observed
 from gateway.openapi import openapi_route
@@ -45,7 +46,7 @@ async def _controlled(state: GatewayState, _: Litestar) -> AsyncGenerator[None, 
 def create_app(state: GatewayState) -> Litestar:
     """An app that serves ``state``. The caller keeps what is in it: only the controller stops with the app."""
     return Litestar(
-        route_handlers=[*ROUTES, *admin_routes(), openapi_route(sorted(state.backends.models))],
+        route_handlers=[*ROUTES, *admin_routes(), *alert_routes(), openapi_route(sorted(state.backends.models))],
         state=State({"gateway": state}),
         lifespan=[partial(_controlled, state), partial(observed, state)],
         middleware=[RequestTelemetry(state)],

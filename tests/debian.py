@@ -34,6 +34,10 @@ PACKAGES = {
 """The package that holds each program."""
 _OTHER_NAMES = {"prometheus-alertmanager": ("alertmanager",)}
 _FOLDERS = ("usr/bin", "usr/sbin", "bin", "sbin")
+_DATA = {"prometheus-alertmanager": "/usr/share/prometheus/alertmanager"}
+"""Folders that a program looks for by a path built into it. In the cached copy that becomes the path of an open file
+descriptor, as long as it was, and the launcher opens the folder as that."""
+_DATA_DESCRIPTOR = 9
 _MISSING = re.compile(r"^\s*(\S+) => not found", re.MULTILINE)
 # No sandbox user: as root, apt would otherwise want its own user to be able to write into the folder.
 _APT_OPTIONS = ("APT::Sandbox::User=root", "Acquire::Retries=2", "Acquire::http::Timeout=20")
@@ -73,7 +77,7 @@ def find(name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    return Path(platformdirs.user_cache_dir("medusa-gateway")) / "debian"
+    return Path(platformdirs.user_cache_dir("medusa-gateway")) / "debian-programs"
 
 
 @functools.cache
@@ -109,12 +113,22 @@ def _install(package: str, target: Path, apt: Apt) -> None:
                 raise OSError(f"{each.name} lacks {', '.join(lacking)}")
         launchers = work / "launchers"
         launchers.mkdir()
+        data = _DATA.get(package)
         for each in programs:
-            _write_launcher(launchers / each.name, target / each.relative_to(work), target / "root")
+            if data is not None:
+                _redirect(each, data)
+            opened = None if data is None else target / "root" / data.lstrip("/")
+            _write_launcher(launchers / each.name, target / each.relative_to(work), target / "root", opened)
         work.rename(target)
 
 
-def _write_launcher(path: Path, program: Path, root: Path) -> None:
+def _redirect(program: Path, folder: str) -> None:
+    new = f"/proc/self/fd/{_DATA_DESCRIPTOR}".ljust(len(folder), "/")
+    assert len(new) == len(folder)
+    program.write_bytes(program.read_bytes().replace(folder.encode(), new.encode()))
+
+
+def _write_launcher(path: Path, program: Path, root: Path, data: Path | None) -> None:
     """A script that becomes the program (same pid), with the unpacked libraries behind the system's own."""
     within = path.parent.parent / "root"
     folders = [str(root / folder.relative_to(within)) for folder in _library_folders(within)]
@@ -123,6 +137,8 @@ def _write_launcher(path: Path, program: Path, root: Path) -> None:
         lines.append(
             f'export LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}"{shlex.quote(":".join(folders))}'
         )
+    if data is not None:
+        lines.append(f"exec {_DATA_DESCRIPTOR}<{shlex.quote(str(data))}")
     lines.append(f'exec {shlex.quote(str(program))} "$@"')
     path.write_text("\n".join(lines) + "\n")
     path.chmod(0o755)

@@ -73,7 +73,9 @@ def test_what_can_not_be_had_is_told(archive: Path) -> None:
     outcome = run(archive, "haproxy")
     assert outcome.returncode == 1
     assert outcome.stderr.startswith("haproxy: not on PATH, and fetching Debian's package haproxy failed: cp: ")
-    assert list((archive.parent / "cache" / "medusa-gateway" / "debian").glob("haproxy*")) == [], "nothing half done"
+    assert list((archive.parent / "cache" / "medusa-gateway" / "debian-programs").glob("haproxy*")) == [], (
+        "nothing half done"
+    )
     assert run(archive, "nonsense").returncode == 2
 
 

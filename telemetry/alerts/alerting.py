@@ -180,8 +180,8 @@ class Alerting:
                 }
                 for _, entry in sorted(board.entries.items())
             ],
-            "silences": [_shown(mute) for mute in board.mutes if mute.kind == "silence"],
-            "acknowledgements": [_shown(mute) for mute in board.mutes if mute.kind == "acknowledge"],
+            "silences": [shown(mute) for mute in board.mutes if mute.kind == "silence"],
+            "acknowledgements": [shown(mute) for mute in board.mutes if mute.kind == "acknowledge"],
             "receivers": {
                 name: {
                     "kind": receiver.kind,
@@ -227,9 +227,11 @@ def _line(happening: Happening) -> str:
     return f"alert '{happening.rule.name}' {happening.change}: {description}{value}"
 
 
-def _shown(mute: Mute) -> dict[str, Any]:
+def shown(mute: Mute) -> dict[str, Any]:
+    """A silence or an acknowledgement, for people."""
     return {
         "id": mute.id,
+        "kind": mute.kind,
         "alert": mute.rule or None,
         "model": mute.model or None,
         "class": mute.class_name or None,

@@ -9,7 +9,7 @@ from policy.alerts import FALLBACK_WINDOW_S, AlertRule
 from policy.statistics import Statistics
 from telemetry import catalog
 from telemetry.catalog import WINDOW_S, Metric
-from telemetry.figures import Figures
+from telemetry.figures import Figures, Labels
 
 Subject = tuple[str, str]
 """Model and class, "" where the figure has none."""
@@ -46,29 +46,40 @@ def readings(
 
 def _values(rule: AlertRule, figures: Figures, fallbacks: Mapping[Subject, float]) -> Mapping[Subject, float]:
     if rule.metric in _PLAIN:
-        found = figures.get(_PLAIN[rule.metric].name, {})
-        return {_subject(labels): value for labels, value in found.items()}
+        metric = _PLAIN[rule.metric]
+        return _worst(rule, metric, figures.get(metric.name, {}))
     if rule.metric == "speculative_fallback_count":
         return fallbacks
     if rule.metric == "medusa_kv_usage":
         used, limits = figures.get(catalog.KV_PAGES_USED.name, {}), figures.get(catalog.KV_PAGES_LIMIT.name, {})
-        return {_subject(labels): used.get(labels, 0.0) / limit for labels, limit in limits.items() if limit > 0}
-    accuracy = _first_guesses(figures, catalog.HEAD_ACCURACY, rule.head)
+        usage = {labels: used.get(labels, 0.0) / limit for labels, limit in limits.items() if limit > 0}
+        return _worst(rule, catalog.KV_PAGES_USED, usage)
+    accuracy = _first_guesses(rule, figures, catalog.HEAD_ACCURACY)
     if rule.metric == "medusa_head_accuracy":
         return accuracy
     assert rule.metric == "medusa_head_accuracy_ratio", rule.metric
-    prior = _first_guesses(figures, catalog.HEAD_ACCURACY_PRIOR, rule.head)
+    prior = _first_guesses(rule, figures, catalog.HEAD_ACCURACY_PRIOR)
     return {subject: value / prior[subject] for subject, value in accuracy.items() if prior.get(subject, 0.0) > 0}
 
 
-def _first_guesses(figures: Figures, metric: Metric, head: int) -> dict[Subject, float]:
+def _first_guesses(rule: AlertRule, figures: Figures, metric: Metric) -> dict[Subject, float]:
     found = figures.get(metric.name, {})
-    return {_subject(labels): value for labels, value in found.items() if labels[2:] == (str(head), "1")}
+    return _worst(
+        rule, metric, {labels: value for labels, value in found.items() if labels[2:] == (str(rule.head), "1")}
+    )
 
 
-def _subject(labels: tuple[str, ...]) -> Subject:
-    model, class_name, *_ = (*labels, "", "")
-    return model, class_name
+def _worst(rule: AlertRule, metric: Metric, values: Mapping[Labels, float]) -> dict[Subject, float]:
+    """By model and class. Of several backends of a model, the one that is nearest to breaking the rule."""
+    pick, found = min if rule.below is not None else max, {}
+    for labels, value in values.items():
+        subject = _subject(dict(zip(metric.labels, labels, strict=True)))
+        found[subject] = pick(found.get(subject, value), value)
+    return found
+
+
+def _subject(labels: Mapping[str, str]) -> Subject:
+    return labels.get(catalog.MODEL, ""), labels.get(catalog.CLASS, "")
 
 
 def steps_lately(statistics: Statistics, now: float) -> dict[Subject, float]:
@@ -90,7 +101,7 @@ class FallbackHistory:
     def lately(self, figures: Figures, now: float) -> dict[Subject, float]:
         """Fallbacks within :data:`FALLBACK_WINDOW_S` of now, by model and class."""
         for labels, count in figures.get(catalog.FALLBACK_COUNT.name, {}).items():
-            subject = _subject(labels)
+            subject = _subject(dict(zip(catalog.FALLBACK_COUNT.labels, labels, strict=True)))
             times = self._times.setdefault(subject, deque(maxlen=1000))
             times.extend([now] * int(count - self._known.get(subject, 0.0)))
             self._known[subject] = count

@@ -18,10 +18,13 @@ from telemetry.catalog import Metric
 GROUP = "medusa-gateway"
 
 
+_BY_CLASS = (catalog.MODEL, catalog.CLASS)
+
+
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """``series`` of one replica, with {filters} still to be filled in; ``worst``: the fleet's figure is that of the
-    replica that is worst off, else the mean, since every replica measures the whole fleet."""
+    """``series`` of one replica or backend, with {filters} still to be filled in. ``worst``: the fleet's figure is that
+    of the one that is worst off; else the mean, since every replica measures the whole fleet."""
 
     series: str
     metrics: tuple[Metric, ...]
@@ -31,10 +34,10 @@ class _Expression:
 
 
 def _plain(metric: Metric, *, worst: bool) -> _Expression:
-    return _Expression(metric.prometheus + "{filters}", (metric,), metric.prometheus_labels, worst)
+    by = tuple(label for label in _BY_CLASS if label in metric.labels)
+    return _Expression(metric.prometheus + "{filters}", (metric,), by, worst)
 
 
-_BY_CLASS = (catalog.MODEL, catalog.CLASS)
 EXPRESSIONS: Mapping[str, _Expression] = {
     "speculative_speedup_factor": _plain(catalog.SPEEDUP_FACTOR, worst=False),
     "speculative_acceptance_rate": _plain(catalog.ACCEPTANCE_RATE, worst=False),
