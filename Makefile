@@ -10,6 +10,7 @@ help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
 	@echo "make test       set up, then linters, types, import contracts and tests"
 	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
+	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make setup      only make $(VENV)"
 
@@ -51,6 +52,10 @@ test: lint typecheck model tools
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest -m gpu
+
+# Three replicas behind a real haproxy on one Redis: kill, drain, restart Redis, cut one off. DRILL="--json --seconds 10"
+drill: $(VENV)/.installed-test
+	$(BIN)/python -m tests.drill $(DRILL)
 
 bench: setup
 	$(BIN)/medusa-gateway bench

@@ -125,7 +125,7 @@ class FakeHandle:
         first_token_at: float | None = None
         reason: FinishReason | None = None
         while reason is None:
-            await asyncio.sleep(0)
+            await asyncio.sleep(decoder.step_s)
             while decoder.holds(steps) and not self.aborted:
                 self._wake.clear()
                 await self._wake.wait()
@@ -262,8 +262,10 @@ class FakeDecoder:
         natural_length: int = 40,
         max_running: int = 8,
         clock: Callable[[], float] = time.monotonic,
+        step_s: float = 0.0,
     ) -> None:
         self.natural_length = natural_length
+        self.step_s = step_s
         self.clock = clock
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
