@@ -32,6 +32,8 @@ defaults
     timeout client 60s
     timeout server 60s
     timeout http-request 5s
+    # Longer than a check's interval: a replica on a busy machine is slow, which is no reason to take it out.
+    timeout check 5s
     # A request that no replica has begun to answer may go to another; one that was begun never.
     option http-buffer-request
     option redispatch 1
