@@ -4,11 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu bench lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu demo-alert bench lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
 	@echo "make test       set up, then linters, types, import contracts and tests"
+	@echo "make demo-alert heads that don't pay: an alert fires, the class falls back, good heads resolve it"
 	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
 	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
 	@echo "make test-gpu   the checks that need a CUDA device"
@@ -56,6 +57,9 @@ test-gpu: $(VENV)/.installed-test
 # Three replicas behind a real haproxy on one Redis: kill, drain, restart Redis, cut one off. DRILL="--json --seconds 10"
 drill: $(VENV)/.installed-test
 	$(BIN)/python -m tests.drill $(DRILL)
+
+demo-alert: model $(VENV)/.installed-test
+	@$(BIN)/python -m tests.demo_alert
 
 bench: setup
 	$(BIN)/medusa-gateway bench

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.alerts import AlertRule
-from telemetry.alerts.states import FLAP_WINDOW_S, LONGEST_KEEP_S, AlertState, Change, adopted, advance
+from telemetry.alerts.states import (
+    ADOPTED_PATIENCE_S,
+    FLAP_WINDOW_S,
+    LONGEST_KEEP_S,
+    AlertState,
+    Change,
+    adopted,
+    advance,
+)
 
 RULE = AlertRule("slow", "speculative_speedup_factor", below=1.0, for_s=10.0, keep_s=20.0)
 
@@ -54,6 +62,11 @@ def test_no_evidence_ends_an_alert_like_good_evidence() -> None:
 def test_one_that_was_left_firing_must_be_found_clear() -> None:
     clear = [(100.0 + second, 1.2) for second in range(40)]
     assert run(RULE, clear, adopted(100.0)) == [(120.0, "resolved")]
+    # Nothing is measured at first: that says nothing yet.
+    later = [(100.0 + second, None) for second in range(60)] + [(160.0 + second, 1.2) for second in range(40)]
+    assert run(RULE, later, adopted(100.0)) == [(180.0, "resolved")]
+    never = [(100.0 + second, None) for second in range(200)]
+    assert run(RULE, never, adopted(100.0)) == [(100.0 + ADOPTED_PATIENCE_S + RULE.keep_s, "resolved")]
 
 
 def test_flapping_is_damped() -> None:

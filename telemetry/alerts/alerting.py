@@ -224,7 +224,7 @@ def open_alerting(
 def _line(happening: Happening) -> str:
     value = "" if happening.value is None else f" (now {happening.value:.4g})"
     description = describe(happening.rule, happening.subject)
-    return f"alert '{happening.rule.name}' {happening.change}: {description}{value}"
+    return f"alert '{happening.rule.name}' {happening.change}{value}: {description}"
 
 
 def shown(mute: Mute) -> dict[str, Any]:

@@ -92,8 +92,7 @@ class AlertBook:
             return False
         each = self.tracked.get(alarm.key)
         if each is None or each.state.phase != "firing":
-            state = replace(adopted(now), value=alarm.value if each is None else each.state.value)
-            self.tracked[alarm.key] = Tracked(rule, (alarm.model, alarm.class_name), state)
+            self.tracked[alarm.key] = Tracked(rule, (alarm.model, alarm.class_name), adopted(now))
         return True
 
     def firing(self) -> list[Tracked]:
