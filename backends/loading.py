@@ -12,12 +12,12 @@ import torch
 
 from backends.architectures import UnsupportedModel, refusal
 from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
 from backends.cost import StepCost, measure
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine import Engine
 from backends.engine_core import EngineConfig, EngineCore, Observer
 from backends.gate import DraftGate
-from backends.heads import MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
 from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
@@ -100,9 +100,8 @@ class ModelParts:
 
     model: Any
     tokenizer: HfTokenizer
-    heads: MedusaHeads | None
+    heads: LoadedHeads | None
     name: str
-    accuracies: tuple[tuple[float, ...], ...] = ()
 
     @property
     def adapted_from(self) -> str:
@@ -129,16 +128,14 @@ def load_parts(options: EngineOptions) -> ModelParts:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.to(device).eval()
     tokenizer = HfTokenizer.from_pretrained(folder)
-    fingerprint = backbone_fingerprint(model)
-    heads, accuracies = _load_heads(options, model.config, fingerprint)
-    return ModelParts(model, tokenizer, heads, name, accuracies)
+    return ModelParts(model, tokenizer, _load_heads(options, folder, BackboneFacts.of(model)), name)
 
 
 def _tiny_parts(asked: str, name: str | None, dtype: torch.dtype) -> ModelParts:
     """Of "tiny-random", or of "tiny-random:ARCHITECTURE"."""
     architecture = asked.partition(":")[2]
     model = tiny_architecture(architecture, dtype=dtype) if architecture else tiny_model(dtype=dtype)
-    return ModelParts(model, tiny_tokenizer(), tiny_heads(), name or asked)
+    return ModelParts(model, tiny_tokenizer(), LoadedHeads(tiny_heads(), "random", stale=False), name or asked)
 
 
 def build_core(
@@ -159,19 +156,21 @@ def build_core(
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
     runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
-    bound = None if heads is None else runner.bind_heads(heads)
+    bound = None if heads is None else heads.bind(runner)
     cost = cost or measure_cost(runner, bound)
     info = ModelInfo(
         name=parts.name,
         max_model_len=longest,
         vocab_size=runner.vocab_size,
-        num_heads=0 if heads is None else heads.num_heads,
+        num_heads=0 if bound is None else bound.num_heads,
         dtype=str(runner.dtype).removeprefix("torch."),
         device=str(runner.device),
         created=int(time.time()),
         adapted_from=parts.adapted_from,
+        heads_flavour="" if heads is None else heads.flavour,
+        heads_stale=heads is not None and bool(heads.stale),
     )
-    gate = DraftGate(cost, parts.accuracies)
+    gate = DraftGate(cost, () if heads is None else heads.accuracies)
     core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)
     return LoadedCore(core, tokenizer, info)
 
@@ -228,34 +227,14 @@ def _kv_tokens(options: EngineOptions, model: Any, longest: int, max_running: in
     return max(longest, min(max_running * longest, _KV_BYTES // per_token))
 
 
-def _load_heads(
-    options: EngineOptions, config: Any, fingerprint: str
-) -> tuple[MedusaHeads | None, tuple[tuple[float, ...], ...]]:
-    """The heads, and how often each rank of each was right on held-out text, if their folder says so."""
+def _load_heads(options: EngineOptions, folder: str, backbone: BackboneFacts) -> LoadedHeads | None:
+    """The heads that are asked for, else those that belong to the model; None when there are none."""
     if options.heads is not None:
-        folder = Path(options.heads)
-        if not folder.is_dir():
-            from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(options.heads))
-    elif options.model is None:
-        folder = DEMO_HEADS
-    else:
-        return None, ()
-    heads = load_heads(folder, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
-    config_of_heads = read_heads_config(folder)
-    if config_of_heads.get("backbone", {}).get("fingerprint") != fingerprint:
-        log.warning("%s: the heads were trained for another backbone; expect few accepted tokens", folder)
-    return heads, _accuracies(config_of_heads)
-
-
-def _accuracies(config: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
-    found = config.get("accuracy")
-    if isinstance(found, dict):
-        found = found.get("all")
-    if not isinstance(found, list):
-        return ()
-    return tuple(tuple(float(value) for value in ranks) for ranks in found)
+        return load_checkpoint(options.heads, backbone)
+    if options.model is None:
+        return load_checkpoint(DEMO_HEADS, backbone)
+    # Heads that lie in the model's own folder: merged with its weights, or beside them.
+    return load_checkpoint(folder, backbone) if Path(folder).is_dir() and holds_heads(Path(folder)) else None
 
 
 def _device(name: str) -> torch.device:

@@ -181,6 +181,7 @@ class ModelInfo:
 
     ``adapted_from``: the model that this one was made from by training it together with its heads; its answers are not
     that model's, and "lossless" means as *this* model decodes. Empty for a model as it was published.
+    ``heads_flavour``: the format of its heads' checkpoint. ``heads_stale``: they were trained for another backbone.
     """
 
     name: str
@@ -191,6 +192,8 @@ class ModelInfo:
     device: str
     created: int = 0
     adapted_from: str = ""
+    heads_flavour: str = ""
+    heads_stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)

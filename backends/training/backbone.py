@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from backends.checkpoints.loader import LoadedHeads
 from backends.cost import StepCost
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine_core import EngineCore
@@ -53,7 +54,8 @@ class Backbone:
         attention over.
         """
         attention = self.model.config._attn_implementation
-        parts = ModelParts(self.model, self.tokenizer, heads, self.name)
+        loaded = None if heads is None else LoadedHeads(heads, "in training", stale=False)
+        parts = ModelParts(self.model, self.tokenizer, loaded, self.name)
         options = EngineOptions(kv_tokens=kv_tokens, threads=torch.get_num_threads())
         try:
             yield build_core(parts, options, cost=cost).core

@@ -100,8 +100,11 @@ def add_parser(subparsers: Any) -> None:
     heads_eval.add_parser(commands)
     heads_refresh.add_parser(commands)
 
-    inspect = commands.add_parser("inspect", help="what a heads folder holds")
-    inspect.add_argument("folder", type=Path)
+    inspect = commands.add_parser("inspect", help="what heads of any flavour hold, and whether they fit a model")
+    inspect.add_argument("heads", metavar="DIR_OR_ID")
+    inspect.add_argument(
+        "--model", nargs="?", const="", metavar="DIR_OR_ID", help="does it fit? no name: the demo model"
+    )
     inspect.set_defaults(run=run_inspect)
 
 
@@ -177,6 +180,12 @@ def run_answers(args: argparse.Namespace) -> int:
 
 
 def run_inspect(args: argparse.Namespace) -> int:
-    from backends.heads import describe_heads
+    from backends.checkpoints.report import fit_report, inspect_heads
 
-    return reporting_errors(lambda: print(json.dumps(describe_heads(args.folder), indent=2)))
+    def inspect() -> None:
+        facts = inspect_heads(args.heads)
+        if args.model is not None:
+            facts["fit"] = fit_report(args.heads, args.model or None)
+        print(json.dumps(facts, indent=2))
+
+    return reporting_errors(inspect)

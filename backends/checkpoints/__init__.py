@@ -1,0 +1,1 @@
+"""Medusa heads in every format that is found in the wild."""
