@@ -103,8 +103,9 @@ def test_a_stream_is_passed_on_under_our_name(gateway: LiveGateway, first: Scrip
         "prompt_tokens_details": {"cached_tokens": 1},
     }
     last = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\r\n\r\n"
+    folded = event("lo").replace(b", ", b",\r\ndata: ")
     first.script = lambda: stream(
-        b": a comment\n\n" + event("Hel")[:20], event("Hel")[20:] + event("lo"), event(None, "stop"), last, DONE
+        b": a comment\n\n" + event("Hel")[:20], event("Hel")[20:] + folded, event(None, "stop"), last, DONE
     )
     text, chunks = streamed(gateway, stream_options={"include_usage": True}, temperature=0, seed=5, user="me")
     assert text == "Hello"

@@ -11,7 +11,6 @@ from litestar import Request
 from litestar.response.base import ASGIResponse
 from opentelemetry import propagate
 
-from gateway.errors import EngineFailure
 from gateway.generation import unless_disconnected
 from gateway.inference import Call, Routed, deadline_of, facts_of
 from gateway.openai_responses import RemoteReport
@@ -21,6 +20,7 @@ from gateway.request_record import note_asked, record_of
 from gateway.state import GatewayState
 from gateway.streaming import EventStream, noting_failure
 from gateway.upstream.backend import UpstreamBackend
+from gateway.upstream.errors import UpstreamFailure
 from gateway.upstream.payload import decoding_wishes, estimated_prompt_tokens, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
 from gateway.upstream.stream import Chunk, UpstreamAnswer
@@ -187,7 +187,7 @@ async def _gather(chunks: AsyncGenerator[Chunk, None], sequences: int) -> Gather
 async def _first(chunks: AsyncGenerator[Chunk, None]) -> Chunk:
     async for chunk in chunks:
         return chunk
-    raise EngineFailure("The upstream ended this request without an answer.")
+    raise UpstreamFailure("The upstream ended this request without an answer.")
 
 
 async def _until(

@@ -141,7 +141,7 @@ class Gathered:
     upstream: msgspec.Raw = field(default_factory=lambda: NULL)
 
     def take(self, chunk: Chunk) -> None:
-        """Raises :class:`UpstreamFailure` for a choice that was not asked for."""
+        """Raises :class:`UpstreamFailure` for a choice that was not asked for, or parts that are no objects."""
         self.usage = self.usage if chunk.usage == NULL else chunk.usage
         self.upstream = self.upstream if chunk.decoding == NULL else chunk.decoding
         for part in chunk.choices:
@@ -151,10 +151,10 @@ class Gathered:
             choice.text += part.text or ""
             choice.finish_reason = part.finish_reason or choice.finish_reason
             if part.delta != NULL:
-                _merge(choice.fields, msgspec.json.decode(part.delta))
+                _merge(choice.fields, _object(part.delta))
             if part.logprobs != NULL:
                 choice.logprobs = choice.logprobs or {}
-                _merge(choice.logprobs, msgspec.json.decode(part.logprobs))
+                _merge(choice.logprobs, _object(part.logprobs))
 
     def report(self, report: RemoteReport) -> RemoteReport:
         """With what the upstream, another medusa-gateway, said of its own decoding."""
@@ -180,6 +180,13 @@ class Gathered:
                 "decoding": report,
             }
         )
+
+
+def _object(raw: msgspec.Raw) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UpstreamFailure(f"The upstream sent a chunk of another form: {error}.") from None
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:

@@ -24,7 +24,7 @@ from gateway.upstream.sse import EventParser, MalformedStream
 MAX_ERROR_BYTES = 64 * 1024
 _AHEAD = 64
 """Chunks that are read before a slow client has taken earlier ones; then the upstream's connection backs up."""
-
+_LINGER_S = 1.0
 
 NULL = msgspec.Raw(b"null")
 """Raw can't be optional; JSON's own nothing stands for nothing."""
@@ -49,8 +49,6 @@ class Chunk(msgspec.Struct):
     error: msgspec.Raw = NULL
     decoding: msgspec.Raw = NULL
 
-
-_LINGER_S = 1.0
 
 _chunks = msgspec.json.Decoder(Chunk)
 
@@ -220,7 +218,8 @@ class UpstreamAnswer:
     async def _pass_on(self, data: bytes) -> None:
         name = self._backend.name
         try:
-            chunk = _chunks.decode(data)
+            # An event of several lines: JSON has them between its tokens only, and what stays raw goes into one line.
+            chunk = _chunks.decode(data.replace(b"\n", b" "))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise MalformedStream(f"an event is no chunk: {error}") from None
         if chunk.error != NULL:
