@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from gateway.routing.backends import Backends
-from gateway.routing.spec import UpstreamSpec
+from gateway.routing.spec import HealthCheck, UpstreamSpec
 from gateway.upstream.backend import UpstreamBackend
 from tests.live_gateway import LiveGateway, running_gateway
 
@@ -34,7 +34,11 @@ ASK: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[LiveGateway]:
-    backend = UpstreamBackend(UpstreamSpec("theirs", "ours", URL, upstream_model=THEIRS, dialect=DIALECT))
+    # A server on a busy CPU may not answer a check while it works.
+    patient = HealthCheck(timeout_s=60.0)
+    backend = UpstreamBackend(
+        UpstreamSpec("theirs", "ours", URL, upstream_model=THEIRS, dialect=DIALECT, health=patient)
+    )
     with running_gateway(backends=Backends([backend], frozenset())) as live:
         yield live
 
