@@ -35,6 +35,7 @@ class Statistics:
         self._fallbacks: dict[tuple[str, str], FallbackState] = {}
         self._seen: dict[Register, DecodeCounters] = {}
         self._has_prior = False
+        self._prior: Prior = Prior()
 
     def add_own(self, counters: Mapping[str, DecodeCounters], now: float, wall_time: float) -> None:
         """What an engine has counted since it was last asked."""
@@ -50,6 +51,7 @@ class Statistics:
     def add_fleet(self, registers: Mapping[Register, DecodeCounters], prior: Prior, now: float) -> None:
         """What the store holds of other replicas; only what is new in it counts."""
         first = not self._has_prior
+        self._prior = prior
         if first:
             self._take_prior(prior, now)
         for register, value in registers.items():
@@ -95,6 +97,19 @@ class Statistics:
                 transitions.append((name, transition))
         self.live = live_stats(self._estimates, self._fallbacks, now=now, source=source, previous=self.live)
         return transitions
+
+    def long_memory(self) -> dict[tuple[str, str], Tally]:
+        """What the store remembers of each (model, class) over hours, as last read; sums to compare the present with.
+
+        The estimates are no good for that: they follow a sudden change at once.
+        """
+        found: dict[tuple[str, str], Tally] = {}
+        for text, tally in self._prior.tallies.items():
+            key = StatsKey.decode(text)
+            if key is not None:
+                name = key.model, key.class_name
+                found[name] = found.get(name, Tally()).plus(tally)
+        return found
 
     def report(self, now: float) -> dict[str, Any]:
         """For people: what is measured by class, and how the predictions hold against the control group."""

@@ -17,7 +17,9 @@ RECENT_EPOCHS = 3
 CLOSED_AFTER = 3
 """Epochs until the prior takes one in. A replica that brings one later is in the statistics but not in the prior."""
 PRIOR_HALF_LIFE_S = 6 * 3600.0
-PRIOR_MOST_STEPS = 50_000.0
+PRIOR_MOST_STEPS = 5_000_000.0
+"""Only a bound: the half-life is to decide how long the prior remembers, also of a busy class. A replica that starts
+from it weighs it as a few hundred steps (``policy.estimate``)."""
 
 
 @dataclass(frozen=True, slots=True)

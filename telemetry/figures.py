@@ -140,9 +140,13 @@ def _classes(put: _Put, sources: Sources, closed: ClosedLabels, now: float) -> N
         _accuracies(put, catalog.HEAD_ACCURACY, tally.accuracies, labels)
         every = sum_tallies(tally for each in arms for tally in each.values())
         put(catalog.CONTROL_DISAGREEMENT, every.control_ratio, *labels)
+    memory = statistics.long_memory()
     for name, stats in live.by_class.items():
         if name[0] in closed.models and name[1] in closed.classes:
-            _accuracies(put, catalog.HEAD_ACCURACY_PRIOR, stats.accuracies, name)
+            remembered = memory.get(name)
+            # Until an epoch is closed and folded in, the store has nothing to say.
+            accuracies = remembered.accuracies if remembered is not None and remembered.attempts else stats.accuracies
+            _accuracies(put, catalog.HEAD_ACCURACY_PRIOR, accuracies, name)
     active: dict[tuple[str, str], float] = {}
     for name, state in live.fallbacks.items():
         if name[0] in closed.models:

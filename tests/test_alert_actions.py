@@ -5,11 +5,15 @@ from __future__ import annotations
 from backends.types import DecodeCounters
 from gateway.controller import Controller
 from policy.alerts import AlertRule
+from policy.counters import Tally
 from policy.runtime import PolicyRuntime
 from policy.spec import RequestFacts
+from policy.statistics import Statistics
+from policy.store import Prior
 from telemetry.alerts.book import AlertBook
 from telemetry.alerts.fleet import Alarm
-from telemetry.alerts.readings import FallbackHistory, readings
+from telemetry.alerts.readings import FallbackHistory, readings, steps_lately
+from telemetry.figures import Sources, StepWindow, take_figures
 from tests.fakes import FakeDecoder
 
 POLICY = b"""
@@ -116,3 +120,21 @@ def test_an_alert_follows_its_rule() -> None:
     assert not book.adopt(alarm, [], 2.0)
     assert book.adopt(alarm, [slow], 2.0)
     assert [each.key for each in book.firing()] == [alarm.key]
+
+
+def test_the_long_memory_outlasts_a_sudden_drop() -> None:
+    """Heads that were right in 60% of the steps and now are in 10%: the estimates follow at once, the prior not."""
+    statistics, key = Statistics("a"), "m|code|high|policy"
+    past = Tally.of(DecodeCounters(steps=5000, attempts=[5000], hits=[[3000]]))
+    statistics.add_fleet({}, Prior(1, {key: past}), 0.0)
+    for second in range(1, 61):
+        worse = DecodeCounters(steps=50, vanilla_us=1, spent_us=1, attempts=[50], hits=[[5]])
+        statistics.add_own({key: worse}, float(second), 1000.0 + second)
+    controller = Controller.plain()
+    statistics.refresh(controller.policy.spec, 61.0, "fleet")
+    assert statistics.live.by_class["m", "code"].accuracies[0][0] < 0.2
+    sources = Sources(statistics, {"b": FakeDecoder(name="m")}, ["m"], ["code"], controller.policy.status)
+    figures = take_figures(sources, StepWindow(), 61.0)
+    lately = steps_lately(statistics, 61.0)
+    (ratio,) = readings(rule("medusa_head_accuracy_ratio"), figures, lately, {}).values()
+    assert 0.1 < ratio < 0.2
