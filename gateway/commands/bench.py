@@ -13,10 +13,11 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure Medusa, vanilla and transformers' generate side by side",
         description="Contestants take turns on the same prompts; cells report medians over rounds. `bench sweep` "
-        "compares adaptive decoding with vanilla and static trees over classes and loads instead.",
+        "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench telemetry` "
+        "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without.",
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=("decoding", "sweep"), default="decoding", help="default: %(default)s")
+    add("what", nargs="?", choices=("decoding", "sweep", "telemetry"), default="decoding", help="default: %(default)s")
     add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
     add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
@@ -24,9 +25,14 @@ def add_parser(subparsers: Any) -> None:
     add("--runner", choices=("auto", "native", "transformers"), default="auto", help="default: %(default)s")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
     add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    add("--concurrency", type=_integers, metavar="N,N", help="default: 1,4,16; of the sweep 1,2,4,8,16,32")
+    add(
+        "--concurrency",
+        type=_integers,
+        metavar="N,N",
+        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16",
+    )
     add("--temperature", type=_numbers, default=(0.0, 0.7), metavar="T,T", help="not of the sweep; default: 0,0.7")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48, of telemetry 96")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -34,10 +40,10 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from gateway.cli import CommandError
 
-    if args.quick and args.what == "sweep":
-        raise CommandError("--quick is not for the sweep; use --rounds 1 and --concurrency instead")
+    if args.quick and args.what != "decoding":
+        raise CommandError(f"--quick is not for bench {args.what}; use --rounds 1 and --concurrency instead")
     try:
-        report = _sweep(args) if args.what == "sweep" else _decoding(args)
+        report = {"decoding": _decoding, "sweep": _sweep, "telemetry": _telemetry}[args.what](args)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if args.json:
@@ -76,6 +82,21 @@ def _sweep(args: argparse.Namespace) -> dict[str, Any]:
         max_tokens=args.max_tokens or 48,
     )
     return run_sweep(options, _progress)
+
+
+def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
+    if args.concurrency is not None and len(args.concurrency) > 1:
+        raise ValueError("--concurrency of bench telemetry is one number, such as 16")
+    from backends.loading import open_engine
+    from gateway.telemetry_bench import Load, run_telemetry_bench
+
+    streams = 16 if args.concurrency is None else args.concurrency[0]
+    opened = open_engine(_engine(args))
+    try:
+        load = Load(streams, max_tokens=args.max_tokens or Load().max_tokens)
+        return run_telemetry_bench(opened.decoder, opened.tokenizer, load, args.rounds, _progress)
+    finally:
+        opened.decoder.close()
 
 
 def _engine(args: argparse.Namespace) -> Any:
