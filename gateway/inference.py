@@ -152,8 +152,6 @@ async def answer_call(
         record.decided = deciding, gateway.telemetry.clock()
         record.decision, record.plan, record.stats = planned.decision, planned.plan, planned.stats
         record.answer_id, record.prompt_tokens = answer_id, answer.prompt_tokens
-        if record.content is not None:
-            record.content["gen_ai.input.messages"] = prompt_to_classify(body)
         seed = gateway.new_seed() if body.seed is None else body.seed
         deadline_s = deadline_of(body, gateway.settings, planned.decision)
         if deadline_s is not None:

@@ -13,7 +13,7 @@ from policy.livestats import KeyStats
 PROVIDER = "medusa-gateway"
 """``gen_ai.provider.name``: who answers."""
 LEFT = "client_disconnected"
-UNFINISHED = "unfinished"
+"""``error.type`` of an answer that nobody was left to read."""
 
 Span = tuple[float, float]
 """When something began and ended."""

@@ -165,5 +165,5 @@ def _log_request(record: RequestRecord) -> None:
             *(record.route, outcome, record.output_tokens, seconds),
             extra={"fields": fields},
         )
-    if record.content is not None:
+    if record.content:
         _content_log.info("content of %s", record.answer_id, extra={"fields": record.content})

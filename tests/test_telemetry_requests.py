@@ -7,7 +7,8 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import openai
@@ -53,7 +54,6 @@ class Observed:
     decoder: CarryingDecoder
     exporter: InMemorySpanExporter
     telemetry: Telemetry
-    finished: list[Any] = field(default_factory=list)
 
     def spans(self) -> dict[str, ReadableSpan]:
         """Of requests that are over, by name; the server span as "server"."""
@@ -81,30 +81,25 @@ class Observed:
         }
 
 
+@contextmanager
+def observing(sampler: sampling.Sampler = sampling.DEFAULT_ON, **options: Any) -> Iterator[Observed]:
+    """A gateway whose spans end up in memory at once."""
+    exporter = InMemorySpanExporter()
+    tracing = TracerProvider(sampler, shutdown_on_exit=False)
+    tracing.add_span_processor(SimpleSpanProcessor(exporter))
+    telemetry = Telemetry.from_environment({}, version="1", instance="replica", **options)
+    assert telemetry._providers is not None
+    providers = Providers(tracing, telemetry._providers.metering)
+    telemetry = Telemetry(providers, telemetry._registry, version="1", **options)
+    decoder = CarryingDecoder()
+    with running_gateway(decoder=decoder, telemetry=telemetry) as live:
+        yield Observed(live, decoder, exporter, telemetry)
+
+
 @pytest.fixture
 def observed() -> Iterator[Observed]:
     with observing() as made:
         yield made
-
-
-def observing(sampler: sampling.Sampler = sampling.DEFAULT_ON, **options: Any) -> Any:
-    from contextlib import contextmanager
-
-    @contextmanager
-    def opened() -> Iterator[Observed]:
-        exporter = InMemorySpanExporter()
-        telemetry = Telemetry.from_environment({}, version="1", instance="replica", **options)
-        assert telemetry._providers is not None
-        tracing = TracerProvider(sampler, shutdown_on_exit=False)
-        tracing.add_span_processor(SimpleSpanProcessor(exporter))
-        telemetry = Telemetry(
-            Providers(tracing, telemetry._providers.metering), telemetry._registry, version="1", **options
-        )
-        decoder = CarryingDecoder()
-        with running_gateway(decoder=decoder, telemetry=telemetry) as live:
-            yield Observed(live, decoder, exporter, telemetry)
-
-    return opened()
 
 
 def ask(observed: Observed, **arguments: Any) -> Any:
