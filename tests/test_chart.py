@@ -7,6 +7,7 @@ import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,14 @@ def values(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture
-def rendered(values: dict[str, Any]) -> Rendered:
-    return render(values)
+def rendered(request: pytest.FixtureRequest, values: dict[str, Any]) -> Rendered:
+    """Shared by all tests of a case: not to be changed."""
+    return rendered_case(request.node.callspec.params["values"])
+
+
+@cache
+def rendered_case(name: str) -> Rendered:
+    return render(CASES[name])
 
 
 def pod_templates(rendered: Rendered) -> Iterator[tuple[Document, Document]]:
