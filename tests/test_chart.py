@@ -27,6 +27,8 @@ from policy.format import parse_policy
 from policy.redis_client import RedisTarget, parse_redis_url
 from policy.runtime import PolicyRuntime
 from telemetry.catalog import BY_NAME
+from telemetry.providers import TelemetrySettings
+from telemetry.service import SHUTDOWN_PATIENCE_S
 from tests.chart import (
     CHART,
     NAMESPACE,
@@ -238,7 +240,7 @@ def test_own_references_lead_somewhere() -> None:
 def test_the_pods_grace_covers_the_whole_drain(rendered: Rendered) -> None:
     pod = rendered.one("Deployment")["spec"]["template"]["spec"]
     pause = int(rendered.gateway.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])[1])
-    needed = pause + served(rendered).drain_timeout + server.UNWIND_S + FLUSH_PATIENCE_S
+    needed = pause + served(rendered).drain_timeout + server.UNWIND_S + FLUSH_PATIENCE_S + SHUTDOWN_PATIENCE_S
     assert needed + 5 <= pod["terminationGracePeriodSeconds"] <= needed + 10
     for scaler in rendered.all("HorizontalPodAutoscaler"):
         # The API's own limit.
@@ -274,6 +276,16 @@ def test_values_arrive_as_flags() -> None:
     default = served(render())
     for name in ("max_queue", "default_max_tokens", "max_body_bytes", "dtype", "model", "heads", "max_running"):
         assert getattr(default, name) == getattr(own, name), "the chart's default is the gateway's"
+
+
+def test_telemetry_goes_where_it_is_asked_for() -> None:
+    environment = {each["name"]: each.get("value", "") for each in render(CASES["sentinel"]).gateway["env"]}
+    assert TelemetrySettings.from_environment(environment) == TelemetrySettings(traces="grpc", metrics="grpc")
+    assert environment["OTEL_RESOURCE_ATTRIBUTES"] == f"k8s.namespace.name={NAMESPACE},k8s.pod.name=$(POD_NAME)"
+    args = served(render(CASES["sentinel"]))
+    assert (args.log_format, args.log_level, args.log_content) == ("json", "info", False)
+    environment = {each["name"]: each.get("value", "") for each in render().gateway["env"]}
+    assert TelemetrySettings.from_environment(environment) == TelemetrySettings()
 
 
 def test_the_policy_loads(rendered: Rendered, values: dict[str, Any], tmp_path: Path) -> None:

@@ -178,7 +178,23 @@ OTHER = {
     "image.digest": f"sha256:{'0' * 64}",
     "redis.bundled.image.digest": f"sha256:{'0' * 64}",
 }
-GUESSES = ("other", "/other", "9Gi", "9mb", "9s", ["other"], ["/other"], ["--other"], {"other": "x"}, 9, 2, 0.25, "50%")
+GUESSES = (
+    ["https://other"],
+    "http://other",
+    "other",
+    "/other",
+    "9Gi",
+    "9mb",
+    "9s",
+    ["other"],
+    ["/other"],
+    ["--other"],
+    {"other": "x"},
+    9,
+    2,
+    0.25,
+    "50%",
+)
 
 
 def others(path: str, schema: dict[str, Any], value: Any) -> list[Any]:

@@ -114,9 +114,9 @@ fsGroupChangePolicy: OnRootMismatch
 {{- default (printf "%s-policy" (include "medusa-gateway.fullname" .)) .Values.policy.existingConfigMap }}
 {{- end }}
 
-{{/* The pod's grace: the pause before SIGTERM, the drain, and what the server takes to unwind and to write statistics. */}}
+{{/* The pod's grace: the pause before SIGTERM, the drain, and what the server takes to unwind and to export. */}}
 {{- define "medusa-gateway.gracePeriod" -}}
-{{- add .Values.drain.preStopSeconds (ceil .Values.drain.timeoutSeconds) 15 }}
+{{- add .Values.drain.preStopSeconds (ceil .Values.drain.timeoutSeconds) 20 }}
 {{- end }}
 
 {{/* Whether model or heads may be hub ids rather than folders. */}}

@@ -31,6 +31,8 @@
 {{- end }}
 - --max-body-bytes={{ .maxBodyBytes | int64 }}
 {{- end }}
+- --log-format={{ .Values.telemetry.logFormat }}
+- --log-level={{ .Values.telemetry.logLevel }}
 - --policy=/etc/medusa-gateway/policy/policy.yaml
 - --drain-timeout={{ .Values.drain.timeoutSeconds }}
 {{- range .Values.extraArgs }}
