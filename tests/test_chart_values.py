@@ -198,13 +198,13 @@ GUESSES = (
 
 
 def others(path: str, schema: dict[str, Any], value: Any) -> list[Any]:
-    """Values beside ``value`` that the schema takes."""
+    """Values that the schema takes, most of them beside ``value``."""
     if path in OTHER:
         return [OTHER[path]]
     if schema.get("type") == "boolean":
-        return [not value]
+        return [not value, value]
     if "enum" in schema:
-        return [each for each in schema["enum"] if each != value]
+        return schema["enum"]
     allowed = jsonschema_rs.validator_for({**schema, "$defs": values_schema()["$defs"]})
     return [each for each in GUESSES if each != value and allowed.is_valid(each)]
 
