@@ -9,14 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import yaml
 from helm_python import Chart
+
+from gateway import cli
 
 ROOT = Path(__file__).parent.parent
 CHART = ROOT / "helm"
@@ -187,9 +191,13 @@ def values_table() -> str:
 def derived_files() -> dict[Path, str]:
     """Each file of the chart that must follow from something else, and what it must hold."""
     readme = CHART / "README.md"
+    rules = StringIO()
+    with redirect_stdout(rules):
+        assert cli.main(["alerts", "rules", "--format", "rules"]) == 0
     return {
         CHART / "values.schema.json": json.dumps(with_kubernetes_types(values_schema()), indent=2) + "\n",
         readme: TABLE.sub(lambda _: values_table(), readme.read_text()),
+        CHART / "files" / "alert-rules.yaml": rules.getvalue(),
         CHART / "files" / "policy.yaml": (ROOT / "policy" / "assets" / "default.yaml").read_text(),
     }
 

@@ -26,6 +26,7 @@ from gateway.version import package_version
 from policy.format import parse_policy
 from policy.redis_client import RedisTarget, parse_redis_url
 from policy.runtime import PolicyRuntime
+from telemetry.alerts.rules import rule_file
 from telemetry.catalog import BY_NAME
 from telemetry.providers import TelemetrySettings
 from telemetry.service import SHUTDOWN_PATIENCE_S
@@ -143,6 +144,24 @@ def test_operator_resources() -> None:
     labels = rendered.one("Service")["metadata"]["labels"]
     assert (monitor.spec.selector.match_labels or {}).items() <= labels.items()
     assert rendered.one("ServiceMonitor")["metadata"]["labels"]["release"] == "prometheus"
+
+
+def test_alert_rules_are_those_that_the_gateway_prints() -> None:
+    printed = {
+        each["alert"]: each
+        for group in rule_file(PolicyRuntime.embedded().spec.alerts)["groups"]
+        for each in group["rules"]
+    }
+    assert len(printed) >= 5
+    rendered = render(CASES["sentinel"]).one("PrometheusRule")
+    rule = operator.PrometheusRule.model_validate(rendered)
+    assert rule.spec is not None
+    assert rule.spec.groups
+    shown = {each["alert"]: each for group in rendered["spec"]["groups"] for each in group["rules"]}
+    assert shown == printed
+    assert rendered["metadata"]["labels"]["release"] == "prometheus"
+    own = render(CASES["cluster"]).one("PrometheusRule")
+    assert [group["name"] for group in own["spec"]["groups"]] == ["own"]
 
 
 def test_nothing_of_an_operator_unless_asked_for() -> None:
