@@ -62,4 +62,4 @@ COPY --from=build /opt/medusa-gateway /opt/medusa-gateway
 USER 10001:10001
 ENTRYPOINT ["tini", "--", "medusa-gateway"]
 # Without API keys the gateway listens on other addresses than loopback only when told so; publish it to trusted networks.
-CMD ["serve", "--host", "0.0.0.0", "--port", "8080", "--insecure-allow-remote"]
+CMD ["serve", "--host", "0.0.0.0", "--port", "8080", "--insecure-no-auth"]

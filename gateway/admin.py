@@ -1,6 +1,6 @@
 """What an operator asks a running gateway: the policy in force, what was measured, and why a request was decoded so.
 
-Not covered: who may ask. These routes are served like all others, so whatever authenticates those must cover them.
+Routes that say nothing of whom they are for are for keys with the admin scope; see ``gateway.auth``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from gateway.auth.guard import needs
 from gateway.completions import CHAT_BODIES, COMPLETION_BODIES, ChatCall, CompletionCall
 from gateway.errors import APIError, InvalidRequest
 from gateway.inference import Call, Routed, plan_call
@@ -78,6 +79,7 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
     return _json(
         {
             "health": controller.health(),
+            "access": gateway_of(request).access.as_dict(),
             "policy_version": controller.policy.spec.version,
             "fallback_count": controller.fallback_count,
             **controller.statistics.report(controller.clock()),
@@ -131,7 +133,7 @@ async def validate_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
     return _json({"valid": True, "version": spec.version, "changes": changes})
 
 
-@post("/v1/decoding/explain", status_code=200)
+@post("/v1/decoding/explain", status_code=200, opt=needs("inference"))
 async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     """What would be done with this request now, and why. Nothing is decoded, admitted or remembered.
 

@@ -52,6 +52,10 @@ class Ticket:
         self.aborted = False
         self.on_abort: Callable[[], None] | None = None
         """Called when a drain runs out of patience with this request."""
+        self.used_tokens: int | None = None
+        """Tokens of prompts and answers so far; None: no backend has begun with it."""
+        self.on_close: Callable[[], None] | None = None
+        """Called once, when nothing more will happen with this request."""
 
     def finish_one(self) -> None:
         self._give_back(min(self._held, 1))
@@ -59,6 +63,9 @@ class Ticket:
     def close(self) -> None:
         """Give back what is still held. Idempotent."""
         self._give_back(self._held)
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
     def abort(self) -> None:
         """End the request; one whose sequences are not submitted yet finds out by ``aborted``."""

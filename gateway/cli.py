@@ -11,7 +11,7 @@ from importlib import util
 from gateway.version import package_version
 
 COMMANDS = (
-    *("serve", "backends", "fetch", "policy", "alerts"),
+    *("serve", "backends", "fetch", "policy", "keys", "alerts"),
     *("heads", "classifier", "classify", "verify_lossless", "bench"),
 )
 """Modules of ``gateway.commands``. Each has ``add_parser(subparsers)``, sets ``run`` and imports nothing heavy."""

@@ -9,6 +9,7 @@ import msgspec
 from litestar import Request, post
 from litestar.response.base import ASGIResponse
 
+from gateway.auth.guard import needs
 from gateway.inference import Answer, Call
 from gateway.logprobs import CompletionLogprobsWriter, chat_logprobs
 from gateway.openai_responses import (
@@ -113,7 +114,7 @@ class CompletionCall(Call):
         )
 
 
-@post("/v1/chat/completions", status_code=200)
+@post("/v1/chat/completions", status_code=200, opt=needs("inference"))
 async def create_chat_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
     gateway = gateway_of(request)
     body = CHAT_BODIES.decode(await read_json(request))
@@ -125,7 +126,7 @@ async def create_chat_completion(request: Request[Any, Any, Any]) -> ASGIRespons
     return await dispatch(ChatCall(body), request, gateway)
 
 
-@post("/v1/completions", status_code=200)
+@post("/v1/completions", status_code=200, opt=needs("inference"))
 async def create_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
     gateway = gateway_of(request)
     body = COMPLETION_BODIES.decode(await read_json(request))

@@ -24,7 +24,7 @@ from policy.decision import Decision, decide
 from policy.embedded import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
 from policy.fallback import Transition
 from policy.records import DecisionLog, DecisionRecord, Event, EventKind, new_event_log
-from policy.redis_client import parse_redis_url
+from policy.redis_client import RedisTarget, parse_redis_url
 from policy.runtime import PolicyRuntime
 from policy.spec import BUILT_IN_CLASSES, RequestFacts
 from policy.stabiliser import Held, HeldKey, stabilise
@@ -163,6 +163,11 @@ class Controller:
     def stats_key(self, facts: RequestFacts, bucket: str, arm: str) -> str:
         return StatsKey(facts.model, facts.class_name, bucket, arm).encode()
 
+    @property
+    def store_target(self) -> RedisTarget | None:
+        """The Redis that was opened by :meth:`start`; None: statistics are in memory."""
+        return None if self._store is None else self._store.target
+
     def record(self, record: DecisionRecord, http_request_id: str | None = None) -> None:
         self.decisions.add(record, http_request_id)
 
@@ -294,6 +299,15 @@ class Controller:
             "resolved": "alert_resolved",
         }
         self._emit(kinds[happening.change], line, model or None, class_name or None, values)
+
+    def problems(self) -> list[str]:
+        """What of :meth:`health` is not as it should be, in words that anybody may read: no names, no addresses."""
+        found = []
+        if self.policy.status.rejection is not None:
+            found.append("the policy file's last edit was refused; the policy before it is in force")
+        if self.sync is not None and self.sync.health.ok is False:
+            found.append("the statistics store is unavailable; decisions are from this replica's own statistics")
+        return found
 
     def _note_transition(self, name: tuple[str, str], transition: Transition) -> None:
         model, class_name = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -165,7 +166,21 @@ def _as_told(request: Request[Any, Any, Any], error: Exception) -> APIError:
     return handle_unexpected(error, f"{request.method} {request.url.path}")
 
 
+def _without_words(error: BaseException) -> str:
+    """Kinds and frames of an exception and of those that led to it, the last one first."""
+    told, seen = [], set[int]()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        told.append(f"{type(cause).__qualname__} at\n{''.join(traceback.format_tb(cause.__traceback__))}")
+        cause = cause.__cause__ or cause.__context__
+    return "after ".join(told).rstrip()
+
+
 def handle_unexpected(error: Exception, where: str) -> APIError:
-    """Log an error that nobody foresaw; what the client is told names no internals."""
-    logger.error("unhandled error in %s", where, exc_info=error)
+    """Log an error that nobody foresaw; what the client is told names no internals.
+
+    Where it happened is logged, and its kind, but not its words: they may quote the prompt that it choked on.
+    """
+    logger.error("unhandled error in %s: %s", where, _without_words(error))
     return APIError("The gateway failed on this request; its log says why.", code="internal_error")

@@ -30,6 +30,7 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._closed = False
         self._shutting_down = False
+        self._counted = [0] * len(requests)
         self.unfinished = len(requests)
         try:
             for request in requests:
@@ -60,16 +61,18 @@ class Generation:
         """
         if len(self._handles) == 1:
             async for chunk in self._handles[0]:
-                self._check(chunk)
+                self._check(0, chunk)
                 yield 0, chunk
         else:
             async for index, chunk in self._merged():
-                self._check(chunk)
+                self._check(index, chunk)
                 yield index, chunk
         if self.unfinished:
             raise self._cut_short()
 
-    def _check(self, chunk: TokenChunk) -> None:
+    def _check(self, index: int, chunk: TokenChunk) -> None:
+        self._ticket.used_tokens = (self._ticket.used_tokens or 0) + chunk.num_tokens - self._counted[index]
+        self._counted[index] = chunk.num_tokens
         reason = chunk.finish_reason
         if reason is None:
             return

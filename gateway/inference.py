@@ -12,6 +12,7 @@ from litestar.response.base import ASGIResponse
 
 from backends.types import DecodingPlan, GenerationRequest, ModelInfo, SamplingParams, TokenChunk
 from gateway.admission import Ticket
+from gateway.auth.charging import charge
 from gateway.controller import Controller
 from gateway.errors import EngineFailure, InvalidRequest
 from gateway.generation import Generation, unless_disconnected
@@ -137,6 +138,15 @@ async def answer_call(
             token_budget(max_tokens, sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field)
             for ids in prompts
         ]
+        prompt_tokens = sum(len(ids) for ids in prompts)
+        await charge(
+            request.scope,
+            gateway.access,
+            ticket,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=sum(budgets) * (body.n or 1),
+            named=max_tokens is not None,
+        )
         answer_id = call.id_prefix + gateway.new_id()
         deciding = gateway.telemetry.clock()
         planned = plan_call(call, served, routed.class_name, prompts, answer_id, request, gateway)
@@ -146,7 +156,7 @@ async def answer_call(
             id=answer_id,
             created=int(gateway.wall_clock()),
             model=info.name,
-            prompt_tokens=sum(len(ids) for ids in prompts),
+            prompt_tokens=prompt_tokens,
             plan=planned.plan,
         )
         record.decided = deciding, gateway.telemetry.clock()
@@ -250,6 +260,7 @@ async def _run(
 ) -> ASGIResponse:
     controller = gateway.controller
     generation, record = Generation(served.decoder, sequences, ticket), record_of(request.scope)
+    ticket.used_tokens = answer.prompt_tokens
     try:
         if not call.body.stream:
             results = await unless_disconnected(request.receive, collect(generation, len(sequences)))

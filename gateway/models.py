@@ -9,10 +9,11 @@ from litestar import Request, get
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from gateway.auth.guard import needs
 from gateway.errors import Unavailable, shutting_down
 from gateway.openai_responses import Health, ModelCard, ModelList, Pointer
 from gateway.routing.backends import Backend
-from gateway.state import gateway_of
+from gateway.state import GatewayState, gateway_of
 from gateway.upstream.backend import UpstreamBackend
 from gateway.version import package_version
 
@@ -35,38 +36,45 @@ def model_card(backend: Backend) -> ModelCard:
     )
 
 
+def _health(gateway: GatewayState) -> Health:
+    """For everybody, so in words: what names hosts and files is in ``GET /admin/stats``."""
+    degraded = [*gateway.controller.problems(), *gateway.access.problems()]
+    degraded += [f"no healthy backend for {name}" for name in gateway.backends.missing]
+    return Health("degraded" if degraded else "ok", degraded)
+
+
 def _json(value: msgspec.Struct) -> ASGIResponse:
     return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
 
 
-@get("/v1/models")
+@get("/v1/models", opt=needs("inference"))
 async def list_models(request: Request[Any, Any, Any]) -> ASGIResponse:
     backends = gateway_of(request).backends
     return _json(ModelList([model_card(backends.of_model(name)[0]) for name in backends.models]))
 
 
-@get("/v1/models/{model_id:path}")
+@get("/v1/models/{model_id:path}", opt=needs("inference"))
 async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ASGIResponse:
     # A path parameter, since hub ids have a slash in them; Litestar gives it with a leading one.
     return _json(model_card(gateway_of(request).backends.of_model(model_id.removeprefix("/"))[0]))
 
 
-@get("/healthz")
+@get("/healthz", opt=needs("open"))
 async def health(request: Request[Any, Any, Any]) -> ASGIResponse:
-    """The process answers. Says nothing about the engine: restarting a busy process helps nobody."""
-    return _json(Health("ok"))
+    """The process answers, and says what is not as it should be. 200 all the same: a restart would mend none of it."""
+    return _json(_health(gateway_of(request)))
 
 
-@get("/readyz")
+@get("/readyz", opt=needs("open"))
 async def readiness(request: Request[Any, Any, Any]) -> ASGIResponse:
     gateway = gateway_of(request)
     if gateway.admission.draining:
         raise shutting_down()
     if not gateway.ready:
         raise Unavailable(f"No healthy backend for: {', '.join(gateway.backends.missing)}.")
-    return _json(Health("ok"))
+    return _json(_health(gateway))
 
 
-@get("/")
+@get("/", opt=needs("any"))
 async def pointer(request: Request[Any, Any, Any]) -> ASGIResponse:
     return _json(Pointer("medusa-gateway", package_version(), sorted(gateway_of(request).backends.models)))

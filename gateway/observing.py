@@ -14,6 +14,7 @@ from litestar.middleware import ASGIMiddleware
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, Receive, Scope, Send
 
+from gateway.auth.guard import needs
 from gateway.errors import APIError
 from gateway.request_id import request_id_of
 from gateway.request_record import keep_record
@@ -105,7 +106,7 @@ async def observed(state: GatewayState, _: Litestar) -> AsyncGenerator[None, Non
             await watching
 
 
-@get("/metrics")
+@get("/metrics", opt=needs("metrics"))
 async def metrics(request: Request[Any, Any, Any]) -> ASGIResponse:
     """What Prometheus scrapes. In a thread: hundreds of series take milliseconds, which streams shall not wait for."""
     telemetry = gateway_of(request).telemetry

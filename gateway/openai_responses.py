@@ -140,7 +140,10 @@ class ModelList(Struct):
 
 
 class Health(Struct):
-    status: Annotated[str, Meta(examples=["ok"])]
+    """``degraded``: what is not as it should be, in words, while requests are answered all the same."""
+
+    status: Annotated[Literal["ok", "degraded"], Meta(examples=["ok"])]
+    degraded: list[str] = []
 
 
 class Pointer(Struct):

@@ -10,19 +10,25 @@ from litestar import get
 from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
+from gateway.auth.guard import needs
 from gateway.errors import ErrorBody
 from gateway.openai_responses import ChatCompletion, Completion, Health, ModelCard, ModelList, Pointer, RemoteReport
 from gateway.openai_types import ChatCompletionRequest, CompletionRequest
+from gateway.openapi_admin import admin_paths, security_of, security_schemes
 from gateway.version import package_version
 
 _REF = "#/components/schemas/{name}"
 
 _ERRORS = {
     400: "The request is refused; the message names the field and how to mend it.",
+    401: "There is no API key, or none that is in force.",
+    403: "The API key has not the scope that this route needs.",
     404: "No such model or route.",
+    408: "The request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not application/json.",
-    429: "The queue is full. Retry-After says when to try again.",
+    429: "The queue is full, or a limit of the API key is reached. Retry-After says when to try again.",
+    431: "The request's line and headers are too large.",
     502: "The upstream that answers for this model failed.",
     504: "The upstream that answers for this model took too long.",
     500: "The engine or the gateway failed.",
@@ -30,8 +36,8 @@ _ERRORS = {
 }
 
 
-def openapi_document(models: Sequence[str]) -> dict[str, Any]:
-    """The document for a gateway that serves ``models``."""
+def openapi_document(models: Sequence[str], *, keyed: bool = False) -> dict[str, Any]:
+    """The document for a gateway that serves ``models``. ``keyed``: it asks for API keys."""
     structs = [ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion]
     structs += [ModelList, ModelCard, Health, Pointer, ErrorBody, RemoteReport]
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
@@ -51,7 +57,7 @@ def openapi_document(models: Sequence[str]) -> dict[str, Any]:
         "schema": {"type": "string", "minLength": 1},
         "description": "A served name; a slash in it needs no escaping.",
     }
-    return {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
             "title": "medusa-gateway",
@@ -72,9 +78,17 @@ def openapi_document(models: Sequence[str]) -> dict[str, Any]:
             "/healthz": {"get": _read("health", "Health")},
             "/readyz": {"get": _read("readiness", "Health", 503)},
             "/": {"get": _read("pointer", "Pointer")},
+            **admin_paths(_responses(tuple(_ERRORS))),
         },
-        "components": {"schemas": schemas},
+        "components": {"schemas": schemas, "securitySchemes": security_schemes()},
     }
+    for path, operations in document["paths"].items():
+        asked = security_of(path, keyed=keyed)
+        for operation in operations.values():
+            operation["security"] = asked
+            if asked:
+                operation["responses"] |= _responses((401, 403))
+    return document
 
 
 def _schema(name: str) -> dict[str, Any]:
@@ -112,11 +126,11 @@ def _completion(operation: str, body: str, result: str) -> dict[str, Any]:
     }
 
 
-def openapi_route(models: Sequence[str]) -> HTTPRouteHandler:
+def openapi_route(models: Sequence[str], *, keyed: bool = False) -> HTTPRouteHandler:
     """``GET /schema/openapi.json``, encoded once."""
-    document = msgspec.json.encode(openapi_document(models))
+    document = msgspec.json.encode(openapi_document(models, keyed=keyed))
 
-    @get("/schema/openapi.json")
+    @get("/schema/openapi.json", opt=needs("any"))
     async def openapi_json() -> ASGIResponse:
         return ASGIResponse(body=document, media_type="application/json", status_code=200)
 

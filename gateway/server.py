@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
+from gateway.http_protocol import protocol_for
 from gateway.state import GatewayState
 
 logger = logging.getLogger("gateway")
@@ -39,16 +40,17 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def greeting(url: str, model: str) -> str:
+def greeting(url: str, model: str, *, keyed: bool = False) -> str:
     """What is printed when the gateway is ready: the URL, and a line to try it with."""
     body = {
         "model": model,
         "stream": True,
         "messages": [{"role": "user", "content": "Write a Python function that reverses a string."}],
     }
+    key = ' -H "authorization: Bearer $API_KEY"' if keyed else ""
     return (
         f"medusa-gateway serves {model} at {url}/v1\n"
-        f"try it:  curl -N {url}/v1/chat/completions -H 'content-type: application/json' -d '{json.dumps(body)}'"
+        f"try it:  curl -N {url}/v1/chat/completions -H 'content-type: application/json'{key} -d '{json.dumps(body)}'"
     )
 
 
@@ -65,6 +67,7 @@ class GatewayServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             create_app(state),
+            http=protocol_for(state.settings),
             lifespan="on",
             ws="none",
             log_level="info" if access_log else "warning",
@@ -109,11 +112,16 @@ class GatewayServer(uvicorn.Server):
         self.should_exit = True
 
 
-def run_server(state: GatewayState, bound: socket.socket, *, access_log: bool = False) -> None:
-    """Serve until a signal and a drain end it. Closes ``bound``; leaves the decoders to the caller."""
+def run_server(state: GatewayState, bound: socket.socket, *more: socket.socket, access_log: bool = False) -> None:
+    """Serve until a signal and a drain end it. Closes the sockets; leaves the decoders to the caller.
+
+    ``more``: a further socket, on which the same app answers: that of the admin port.
+    """
     model = next(iter(state.backends.models), "none")
 
     def announce() -> None:
-        print(greeting(url_of(bound), model), flush=True)
+        print(greeting(url_of(bound), model, keyed=state.access.keys is not None), flush=True)
+        for each in more:
+            print(f"admin routes: {url_of(each)}/admin", flush=True)
 
-    GatewayServer(state, on_ready=announce, access_log=access_log).run(sockets=[bound])
+    GatewayServer(state, on_ready=announce, access_log=access_log).run(sockets=[bound, *more])

@@ -14,6 +14,8 @@ class GatewaySettings:
 
     ``max_concurrent`` sequences are expected to run at once and ``max_queue`` more may wait in the engine's queue;
     what is past both is refused with 429. ``deadline_s`` None means that a request may take as long as it needs.
+    A client gets ``header_timeout_s`` from its first byte to the end of the headers (or from connecting to its first
+    byte), ``body_timeout_s`` for the body, and is cut off when it has not read its answer for ``stalled_timeout_s``.
     """
 
     max_concurrent: int = 32
@@ -24,6 +26,11 @@ class GatewaySettings:
     drain_timeout_s: float = 30.0
     max_logit_bias: int = 1024
     inline_tokenize_chars: int = 16_384
+    max_header_bytes: int = 32 * 1024
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    stalled_timeout_s: float = 60.0
+    cors_origins: tuple[str, ...] = ()
 
     @property
     def capacity(self) -> int:

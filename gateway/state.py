@@ -12,6 +12,7 @@ from typing import Any
 from litestar import Request
 
 from gateway.admission import Admission
+from gateway.auth.access import Access
 from gateway.controller import Controller
 from gateway.routing.backends import Backends, ServedModel
 from gateway.settings import GatewaySettings
@@ -29,7 +30,8 @@ def random_seed() -> int:
 class GatewayState:
     """Backends by the models that they serve, limits, and the sources of time, seeds and ids (injected for tests).
 
-    ``clock`` is monotonic, ``wall_clock`` gives ``created`` timestamps. The app starts and stops the ``controller``.
+    ``clock`` is monotonic, ``wall_clock`` gives ``created`` timestamps. The app starts and stops the ``controller``
+    and what ``access`` keeps current.
     """
 
     backends: Backends
@@ -41,6 +43,7 @@ class GatewayState:
     new_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
     controller: Controller = field(default_factory=Controller.plain)
     telemetry: Telemetry = field(default_factory=Telemetry.off)
+    access: Access = field(default_factory=Access)
 
     @classmethod
     def create(
@@ -49,6 +52,7 @@ class GatewayState:
         settings: GatewaySettings | None = None,
         controller: Controller | None = None,
         telemetry: Telemetry | None = None,
+        access: Access | None = None,
     ) -> GatewayState:
         """A state with the real clocks, an admission of all places, and the plainest controller.
 
@@ -67,6 +71,7 @@ class GatewayState:
             admission=Admission(capacity),
             controller=controller or Controller.plain(),
             telemetry=telemetry or Telemetry.off(),
+            access=access or Access(),
         )
 
     @property

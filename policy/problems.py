@@ -1,4 +1,4 @@
-"""What is wrong with a policy file, told so that it can be mended: file, line, path, and the fix."""
+"""What is wrong with a file of the operator's, told so that it can be mended: file, line, path, and the fix."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Problem:
     message: str
 
 
-class PolicyError(ValueError):
-    """A policy that can't be used. ``problems`` holds all that was found, in the order of the file."""
+class FileError(ValueError):
+    """A file that can't be used. ``problems`` holds all that was found, in the order of the file."""
 
     def __init__(self, file: str, problems: Iterable[Problem]) -> None:
         self.file = file
@@ -29,6 +29,10 @@ class PolicyError(ValueError):
         return [
             f"{self.file}:{each.line}: {each.path + ': ' if each.path else ''}{each.message}" for each in self.problems
         ]
+
+
+class PolicyError(FileError):
+    """A policy that can't be used."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

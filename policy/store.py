@@ -52,6 +52,11 @@ class StatsStore(Protocol):
     @property
     def durable(self) -> bool: ...
 
+    @property
+    def target(self) -> RedisTarget | None:
+        """The server behind it, for others who need one; None: there is none."""
+        ...
+
     async def write(self, replica: str, serial: int, epochs: Mapping[int, Mapping[str, DecodeCounters]]) -> None:
         """Set registers of ``replica``. ``serial`` grows with every call: an older write that arrives late (one whose
         connection hung, say) never replaces a newer one."""
@@ -76,6 +81,7 @@ class MemoryStore:
     """For a gateway without Redis, and for tests: the same behaviour, gone with the process."""
 
     durable = False
+    target: RedisTarget | None = None
 
     def __init__(self, because: str = "asked for") -> None:
         self.describe = f"memory of this process, neither shared nor kept ({because})"
@@ -163,6 +169,7 @@ class RedisStore:
     def __init__(self, target: RedisTarget, *, durable: bool = True, describe: str | None = None) -> None:
         # Any: redis-py's commands are typed as "awaitable or not" for both of its clients.
         self._client: Any = connect(target)
+        self.target: RedisTarget | None = target
         self._prefix = f"{{{target.namespace}}}:1"
         self.describe = describe or str(target)
         self.durable = durable

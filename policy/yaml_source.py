@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from policy.problems import PolicyError, Problem
+from policy.problems import FileError, PolicyError, Problem
 
 MAX_BYTES = 1024 * 1024
 # Aliases make a small file mean a huge tree, or an endless one; no policy comes near these.
@@ -110,11 +110,17 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def compose(content: bytes, file: str, what: str = "policy", shortest: str = "version: 1") -> yaml.Node:
-    """The root node of a file, which messages call ``what``. Raises :class:`PolicyError`."""
+def compose(
+    content: bytes,
+    file: str,
+    what: str = "policy",
+    shortest: str = "version: 1",
+    error_type: type[FileError] = PolicyError,
+) -> yaml.Node:
+    """The root node of a file, which messages call ``what``. Raises ``error_type``."""
 
-    def refuse(line: int, message: str) -> PolicyError:
-        return PolicyError(file, [Problem(line, "", message)])
+    def refuse(line: int, message: str) -> FileError:
+        return error_type(file, [Problem(line, "", message)])
 
     if len(content) > MAX_BYTES:
         raise refuse(1, f"the file has {len(content)} bytes; a {what} may have {MAX_BYTES}")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from backends.types import DecodeCounters, Decoder, StepSample
 from policy.counters import StatsKey, Tally, add_counters, sum_tallies
-from policy.runtime import PolicyStatus
 from policy.statistics import Statistics
 from policy.syncing import StoreHealth
+from policy.watched_file import FileStatus
 from telemetry import catalog
 from telemetry.catalog import MOST_CLASSES, MOST_HEADS, MOST_RANKS, OTHER, WINDOW_S, Metric
 
@@ -36,7 +36,7 @@ class Sources:
     decoders: Mapping[str, Decoder]
     models: Sequence[str]
     classes: Sequence[str]
-    policy: PolicyStatus
+    policy: FileStatus
     fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)
     store: StoreHealth | None = None
     alerts: Mapping[Labels, float] = field(default_factory=dict)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -70,6 +71,7 @@ def running_gateway(
     settings: GatewaySettings | None = None,
     decoder: FakeDecoder | None = None,
     backends: Backends | None = None,
+    more_sockets: Sequence[socket.socket] = (),
     **state_fields: Any,
 ) -> Iterator[LiveGateway]:
     """Serve until the block ends; then a drain must leave no sequence behind. ``backends``: instead of ``decoder``."""
@@ -82,7 +84,7 @@ def running_gateway(
     bound = bind("127.0.0.1", 0)
     url = url_of(bound)
     server = GatewayServer(state, on_ready=ready.set)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound, *more_sockets]}, daemon=True)
     thread.start()
     assert ready.wait(PATIENCE_S), "the server did not start"
     live = LiveGateway(url, decoder, tokenizer, state, server, thread, loop=server._loop)

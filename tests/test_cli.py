@@ -66,7 +66,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> FakeLoading:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     seen = Served()
 
-    def run_server(state: Any, bound: socket.socket, *, access_log: bool = False) -> None:
+    def run_server(state: Any, bound: socket.socket, *more: socket.socket, access_log: bool = False) -> None:
         seen.state, seen.port = state, bound.getsockname()[1]
 
     monkeypatch.setattr(server, "run_server", run_server)
@@ -135,9 +135,9 @@ def test_a_taken_port_is_known_before_the_model_is_loaded(
 
 def test_remote_hosts_need_a_flag(loading: FakeLoading, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--host", "0.0.0.0", "--port", "0"]) == 2
-    assert "--insecure-allow-remote" in capsys.readouterr().err
+    assert "--insecure-no-auth" in capsys.readouterr().err
     assert loading.options is None
-    assert cli.main(["serve", "--host", "0.0.0.0", "--port", "0", "--insecure-allow-remote"]) == 0
+    assert cli.main(["serve", "--host", "0.0.0.0", "--port", "0", "--insecure-no-auth"]) == 0
 
 
 def test_the_redis_password_may_come_apart(

@@ -10,9 +10,9 @@ import pytest
 from backends.types import DecodeCounters, StepSample
 from policy.counters import StatsKey
 from policy.format import parse_policy
-from policy.runtime import PolicyStatus
 from policy.statistics import Statistics
 from policy.syncing import StoreHealth
+from policy.watched_file import FileStatus
 from telemetry.catalog import BY_NAME, MOST_CLASSES, MOST_RANKS, OTHER, WINDOW_S
 from telemetry.figures import Figures, Sources, StepWindow, take_figures
 from tests.fakes import FakeDecoder
@@ -55,7 +55,7 @@ class Bench:
 
     def figures(self, classes: tuple[str, ...] = ("code", "chat"), **changed: Any) -> Figures:
         decoders = {ENGINE[1]: FakeDecoder()}
-        status = PolicyStatus("policy", "1-abc", 0.0, accepted=3, rejected=1)
+        status = FileStatus("policy", "1-abc", 0.0, accepted=3, rejected=1)
         sources = Sources(self.statistics, decoders, (MODEL,), classes, status, **changed)
         return take_figures(sources, self.steps, self.now)
 

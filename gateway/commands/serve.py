@@ -7,11 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.auth.options import add_options, open_access
 from gateway.commands import serve_telemetry
-from gateway.settings import GatewaySettings, is_loopback
+from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
     from gateway.controller import Controller
@@ -74,11 +76,7 @@ def add_parser(subparsers: Any) -> None:
     patience = "what streams get to finish on SIGTERM; default: %(default)g"
     add("--drain-timeout", type=_seconds, metavar="SECONDS", default=own.drain_timeout_s, help=patience)
     add("--access-log", action="store_true", help="log every request")
-    add(
-        "--insecure-allow-remote",
-        action="store_true",
-        help="listen on an address that others can reach, although requests are not authenticated",
-    )
+    add_options(parser, own)
     serve_telemetry.add_options(parser)
     parser.set_defaults(run=run)
 
@@ -88,22 +86,20 @@ def run(args: argparse.Namespace) -> int:
     from gateway.server import bind, run_server
     from gateway.state import GatewayState
 
-    if not is_loopback(args.host) and not args.insecure_allow_remote:
-        raise CommandError(
-            f"--host {args.host} can be reached from other machines, and requests are not authenticated: keep "
-            "127.0.0.1 (behind a proxy of yours), or add --insecure-allow-remote if the network is trusted."
-        )
+    access = open_access(args)
     serve_telemetry.configure_logs(args)
     # A broken policy and a mistyped URL, like a taken port, should not cost the loading of a model to find out.
     controller = _controller(args)
     spec = None if args.backends is None else _read_backends(args, controller)
     telemetry = serve_telemetry.open_telemetry(args, controller.statistics.replica)
     # Bound before the model is loaded: a taken port should not cost a minute to find out.
-    try:
-        bound = bind(args.host, args.port)
-    except OSError as error:
-        raise CommandError(f"can't listen on {args.host}:{args.port}: {error.strerror or error}") from error
-    try:
+    wanted = [(args.host, args.port), *([(args.admin_host, args.admin_port)] if args.admin_port else [])]
+    with ExitStack() as held:
+        try:
+            sockets = [held.enter_context(bind(host, port)) for host, port in wanted]
+        except OSError as error:
+            places = " and ".join(f"{host}:{port}" for host, port in wanted)
+            raise CommandError(f"can't listen on {places}: {error.strerror or error}") from error
         backends = _open_backends(args, spec) if spec is not None else _open_one(args)
         try:
             settings = GatewaySettings(
@@ -113,15 +109,17 @@ def run(args: argparse.Namespace) -> int:
                 max_body_bytes=args.max_body_bytes,
                 deadline_s=args.deadline,
                 drain_timeout_s=args.drain_timeout,
+                max_header_bytes=args.max_header_bytes,
+                header_timeout_s=args.header_timeout,
+                body_timeout_s=args.body_timeout,
+                cors_origins=tuple(args.cors_origin),
             )
-            state = GatewayState.create(backends, settings, controller, telemetry)
-            run_server(state, bound, access_log=args.access_log)
+            state = GatewayState.create(backends, settings, controller, telemetry, access)
+            run_server(state, *sockets, access_log=args.access_log)
         finally:
             telemetry.shutdown()
             for engine in backends.engines:
                 engine.served.decoder.close()
-    finally:
-        bound.close()
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from litestar import Request
 from litestar.response.base import ASGIResponse
 from opentelemetry import propagate
 
+from gateway.admission import Ticket
+from gateway.auth.charging import charge
 from gateway.generation import unless_disconnected
 from gateway.inference import Call, Routed, deadline_of, facts_of
 from gateway.openai_responses import RemoteReport
@@ -28,6 +31,11 @@ from gateway.validation import requested_max_tokens, sampling_params
 from policy.decision import Decision
 from policy.records import DecisionRecord
 from policy.spec import RequestFacts
+
+
+class _Usage(msgspec.Struct):
+    total_tokens: int
+
 
 HOPS_HEADER = "x-medusa-hops"
 MAX_HOPS = 4
@@ -66,7 +74,17 @@ async def answer_remotely(
     # The upstream's spans become children of ours, or of the client's where we have none.
     propagate.inject(hops)
     ticket = gateway.admission.admit(call.sequences, backend.places)
+    prompt_tokens = estimated_prompt_tokens(body) * call.prompts
+    most = max_tokens[1] if max_tokens else gateway.settings.default_max_tokens
     try:
+        await charge(
+            request.scope,
+            gateway.access,
+            ticket,
+            prompt_tokens=prompt_tokens,
+            answer_tokens=most * call.sequences,
+            named=max_tokens is not None,
+        )
         answer = UpstreamAnswer(backend, path, sent, hops, call.sequences)
     except BaseException:
         ticket.close()
@@ -84,7 +102,7 @@ async def answer_remotely(
         )
         deadline_s = deadline_of(body, gateway.settings, decision)
         cut = CutAtDeadline()
-        chunks = noting_failure(answer.chunks(), record)
+        chunks = _counted(noting_failure(answer.chunks(), record), ticket, prompt_tokens)
         record.submitted_at = gateway.telemetry.clock()
         if deadline_s is not None:
             chunks = _until(chunks, max(deadline_s - (gateway.clock() - arrived), 0.0), cut)
@@ -175,6 +193,20 @@ def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> 
 
 def _set_by_policy(decision: Decision) -> bool:
     return any(stage.name == "temperature" for stage in decision.stages)
+
+
+async def _counted(
+    chunks: AsyncGenerator[Chunk, None], ticket: Ticket, prompt_tokens: int
+) -> AsyncGenerator[Chunk, None]:
+    """The same chunks; the tokens are the upstream's own count, or until it gives one, one for each part."""
+    used = prompt_tokens
+    async for chunk in chunks:
+        used += len(chunk.choices)
+        ticket.used_tokens = used
+        if chunk.usage is not None:
+            with suppress(msgspec.DecodeError):
+                ticket.used_tokens = msgspec.json.decode(chunk.usage, type=_Usage).total_tokens
+        yield chunk
 
 
 async def _gather(chunks: AsyncGenerator[Chunk, None], sequences: int) -> Gathered:

@@ -1,0 +1,169 @@
+"""The keys in force and the limiter behind them, with what keeps both current."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from gateway.auth.errors import InvalidApiKey, NotAllowed, NotHere
+from gateway.auth.keyfile import ApiKey, KeySet, parse_keys
+from policy.limiter import Limiter
+from policy.redis_client import RedisTarget
+from policy.watched_file import WatchedFile
+
+logger = logging.getLogger("gateway.auth")
+
+POLL_EVERY_S = 1.0
+
+Need = Literal["open", "any", "metrics", "inference", "admin"]
+"""What a route asks for: nothing; any key; either of the scopes; or, for metrics, admin where others could ask."""
+
+
+def open_keys(path: Path, wall_time: float = 0.0) -> WatchedFile[KeySet]:
+    """Raises OSError or KeyFileError: a gateway doesn't start with keys that it can't read."""
+    return WatchedFile(parse_keys, path.read_bytes(), str(path), path, wall_time)
+
+
+class Access:
+    """``keys`` None: everybody may ask. Used from one event loop only.
+
+    ``admin_port``: where admin routes are served, and nowhere else; None: on the only port, for keys with that scope.
+    ``local``: what is bound can be reached from this machine only.
+    """
+
+    def __init__(
+        self,
+        keys: WatchedFile[KeySet] | None = None,
+        *,
+        limiter: Limiter | None = None,
+        admin_port: int | None = None,
+        local: bool = True,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.keys = keys
+        self.limiter = limiter or Limiter()
+        self.admin_port = admin_port
+        self.local = local
+        self._wall_clock = wall_clock
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self, target: RedisTarget | None) -> None:
+        """Watch the key file, and share limits through ``target``."""
+        if self.keys is not None:
+            await self.limiter.start(target)
+            self._watching = asyncio.create_task(self._watch(self.keys))
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+        await self.limiter.stop()
+
+    def check(self, need: Need, headers: Sequence[tuple[bytes, bytes]], port: int | None) -> ApiKey | None:
+        """The key of a request that may ask for ``need``; None where none is needed.
+
+        Raises :class:`InvalidApiKey`, :class:`NotAllowed` or :class:`NotHere`.
+        """
+        self._check_port(need, port)
+        if self.keys is None:
+            if self.local:
+                _refuse_foreign_host(headers)
+            return None
+        if need == "open" or (need == "metrics" and (self.local or self.admin_port is not None)):
+            return None
+        key = self._authenticate(headers, self.keys.value)
+        wanted = "admin" if need == "metrics" else need
+        if wanted != "any" and wanted not in key.scopes:
+            raise NotAllowed(f"The API key '{key.name}' has no scope '{wanted}', which this route needs.")
+        return key
+
+    def problems(self) -> list[str]:
+        """What is not as it should be, in words that anybody may read."""
+        found = []
+        if self.keys is not None and self.keys.status.rejection is not None:
+            found.append("the key file's last edit was refused; the keys before it are in force")
+        if not self.limiter.health.ok:
+            found.append("limits of API keys hold for each replica by itself, since their store is unavailable")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """For operators."""
+        status = None if self.keys is None else self.keys.status
+        return {
+            "keys": None
+            if status is None
+            else {
+                "file": status.file,
+                "version": status.version,
+                "accepted": status.accepted,
+                "rejected": status.rejected,
+                "last_rejection": None if status.rejection is None else list(status.rejection.problems),
+            },
+            "limits": self.limiter.as_dict(),
+        }
+
+    def _authenticate(self, headers: Sequence[tuple[bytes, bytes]], keys: KeySet) -> ApiKey:
+        given = [value for name, value in headers if name == b"authorization"]
+        if not given:
+            raise InvalidApiKey("There is no API key; send one as 'Authorization: Bearer KEY'.")
+        scheme, _, presented = given[0].decode("latin-1").partition(" ")
+        if len(given) > 1 or scheme.lower() != "bearer" or not presented.strip():
+            raise InvalidApiKey("The Authorization header can't be read; send one, as 'Authorization: Bearer KEY'.")
+        key = keys.find(presented.strip())
+        if key is None:
+            raise InvalidApiKey("The API key is not known here.")
+        if key.disabled:
+            raise InvalidApiKey(f"The API key '{key.name}' is disabled.")
+        if key.expired(self._wall_clock()):
+            raise InvalidApiKey(f"The API key '{key.name}' has expired.")
+        return key
+
+    def _check_port(self, need: Need, port: int | None) -> None:
+        if self.admin_port is None or need == "open":
+            return
+        if (need in ("admin", "metrics")) != (port == self.admin_port):
+            raise NotHere("There is no such route on this port.")
+
+    async def _watch(self, keys: WatchedFile[KeySet]) -> None:
+        while True:
+            await asyncio.sleep(POLL_EVERY_S)
+            try:
+                outcome = await asyncio.to_thread(keys.poll, self._wall_clock())
+            except Exception:
+                logger.exception("reading the key file failed; it is tried again")
+                continue
+            status = keys.status
+            if outcome == "accepted":
+                logger.warning("API keys %s are in force, %d of them", status.version, len(keys.value.keys))
+            elif outcome == "rejected" and status.rejection is not None:
+                logger.error(
+                    "key file refused, %s stays in force:\n%s", status.version, "\n".join(status.rejection.problems)
+                )
+
+
+def _refuse_foreign_host(headers: Sequence[tuple[bytes, bytes]]) -> None:
+    """A web page can give its own name this machine's address and then ask as if from it (DNS rebinding).
+
+    Its requests still name it as the host; those of programs on this machine say localhost or an address.
+    """
+    host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").lower()
+    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+    if name in ("", "localhost") or name.endswith(".localhost"):
+        return
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        raise NotAllowed(
+            "Without API keys this gateway answers to localhost and to addresses only, not to the host that the "
+            "request names. Start it with --api-keys, or have the proxy in front send 'Host: localhost'.",
+            code="host_not_allowed",
+        ) from None

@@ -1,0 +1,172 @@
+"""What an API key may use, as arithmetic: token buckets in integers, and what a refused request is told. Pure.
+
+A bucket holds one minute's worth and refills evenly, so in any ``t`` seconds at most ``limit * (1 + t / 60)`` is used.
+A request takes all that it might use when it is admitted, and gets back what it didn't use when it ends. One that used
+more than it took (its client named no limit) leaves the bucket in debt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+UNIT = 60_000
+"""Levels are counted in this part of a request or token: a bucket of N a minute then gains N a millisecond, exactly."""
+MOST_PER_MINUTE = 1_000_000_000
+"""Keeps levels within the integers that a double, and so a Lua script, can hold."""
+STANDING_HEADERS = tuple(
+    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+STREAM_RETRY_S = 1.0
+"""When a stream will end is not known; clients may ask again after this long."""
+
+Dimension = Literal["requests", "tokens", "streams"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """None: no limit of this kind."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    concurrent_streams: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return self != _UNLIMITED
+
+    @property
+    def to_settle(self) -> bool:
+        """Whether an admitted request has something to give back at its end."""
+        return self.tokens_per_minute is not None or self.concurrent_streams is not None
+
+
+_UNLIMITED = KeyLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """Levels in :data:`UNIT`, None where there is no limit. ``at_ms``: the moment for which they hold."""
+
+    requests: int | None
+    tokens: int | None
+    at_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a request for admission went, and what is left after it. ``streams``: those that run, itself included."""
+
+    granted: bool
+    requests: int | None
+    tokens: int | None
+    streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """``limit``: the first of the limits that are in the way; ``wait_s``: when none should be any more."""
+
+    limit: Dimension
+    wait_s: float
+
+
+def refilled(before: Buckets | None, limits: KeyLimits, now_ms: int) -> Buckets:
+    """The buckets at ``now_ms``. Full ones for a key (or a limit) that is new; a clock that goes back adds nothing."""
+    if before is None:
+        before = Buckets(None, None, now_ms)
+    elapsed = max(now_ms - before.at_ms, 0)
+    return Buckets(
+        _level(before.requests, limits.requests_per_minute, elapsed),
+        _level(before.tokens, limits.tokens_per_minute, elapsed),
+        max(before.at_ms, now_ms),
+    )
+
+
+def admit(buckets: Buckets, limits: KeyLimits, tokens: int, streams: int) -> tuple[Buckets, Standing]:
+    """Take one request and ``tokens`` if all limits allow it, else nothing. ``streams``: those that run already."""
+    fits = (
+        (limits.concurrent_streams is None or streams < limits.concurrent_streams)
+        and (buckets.requests is None or buckets.requests >= UNIT)
+        and (buckets.tokens is None or buckets.tokens >= tokens * UNIT)
+    )
+    if fits:
+        buckets = _changed(buckets, -1, -tokens)
+    return buckets, Standing(fits, buckets.requests, buckets.tokens, streams + fits)
+
+
+def lower(one: Buckets, other: Buckets) -> Buckets:
+    """The lower level of each kind, at the moment of ``one``."""
+
+    def least(a: int | None, b: int | None) -> int | None:
+        return b if a is None else a if b is None else min(a, b)
+
+    return Buckets(least(one.requests, other.requests), least(one.tokens, other.tokens), one.at_ms)
+
+
+def give_back(buckets: Buckets, limits: KeyLimits, tokens: int, requests: int = 0) -> Buckets:
+    """Return what was taken and not used; negative for what was used and not taken. A bucket doesn't overflow."""
+    changed = _changed(buckets, requests, tokens)
+    return Buckets(
+        _level(changed.requests, limits.requests_per_minute, 0),
+        _level(changed.tokens, limits.tokens_per_minute, 0),
+        changed.at_ms,
+    )
+
+
+def refusal(limits: KeyLimits, standing: Standing, tokens: int) -> Refusal | None:
+    """Why a request for ``tokens`` was refused; None if it was not."""
+    if standing.granted:
+        return None
+    waits: dict[Dimension, float] = {}
+    if limits.requests_per_minute is not None and standing.requests is not None and standing.requests < UNIT:
+        waits["requests"] = _ms_until(UNIT, standing.requests, limits.requests_per_minute) / 1000
+    if limits.tokens_per_minute is not None and standing.tokens is not None and standing.tokens < tokens * UNIT:
+        waits["tokens"] = _ms_until(tokens * UNIT, standing.tokens, limits.tokens_per_minute) / 1000
+    if limits.concurrent_streams is not None and standing.streams >= limits.concurrent_streams:
+        waits["streams"] = STREAM_RETRY_S
+    if not waits:
+        return Refusal("requests", STREAM_RETRY_S)
+    return Refusal(next(iter(waits)), max(waits.values()))
+
+
+def describe(limits: KeyLimits, standing: Standing) -> dict[str, str]:
+    """The ``x-ratelimit-*`` headers, named and written as OpenAI does; "reset" is the time until a bucket is full."""
+    found: dict[str, str] = {}
+    for name, level, limit in (
+        ("requests", standing.requests, limits.requests_per_minute),
+        ("tokens", standing.tokens, limits.tokens_per_minute),
+    ):
+        if limit is not None and level is not None:
+            found[f"x-ratelimit-limit-{name}"] = str(limit)
+            found[f"x-ratelimit-remaining-{name}"] = str(max(level // UNIT, 0))
+            found[f"x-ratelimit-reset-{name}"] = duration(_ms_until(limit * UNIT, level, limit))
+    return found
+
+
+def duration(ms: int) -> str:
+    """As OpenAI's headers have it: ``20ms``, ``1.5s``, ``6m0s``."""
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, rest = divmod(ms, 60_000)
+    seconds = f"{rest / 1000:.3f}".rstrip("0").rstrip(".")
+    return f"{minutes}m{seconds}s" if minutes else f"{seconds}s"
+
+
+def _level(level: int | None, limit: int | None, elapsed_ms: int) -> int | None:
+    if limit is None:
+        return None
+    full = limit * UNIT
+    return full if level is None else min(full, level + elapsed_ms * limit)
+
+
+def _changed(buckets: Buckets, requests: int, tokens: int) -> Buckets:
+    return replace(
+        buckets,
+        requests=None if buckets.requests is None else buckets.requests + requests * UNIT,
+        tokens=None if buckets.tokens is None else buckets.tokens + tokens * UNIT,
+    )
+
+
+def _ms_until(wanted: int, level: int, per_ms: int) -> int:
+    return max(-((level - wanted) // per_ms), 0)
