@@ -35,6 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 FORMAT = "medusa-gateway/1"
+SEQUENTIAL_FORMAT = "medusa-gateway/2"
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "medusa_heads.safetensors"
 
@@ -61,10 +62,14 @@ class MedusaHeads(nn.Module):
         inner_size: int,
         *,
         head_input: HeadInput = "hidden+token",
+        sequential: bool = False,
         draft_token_ids: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
+        if sequential and head_input != "hidden+token":
+            raise ValueError('sequential heads need head_input "hidden+token"')
         self.hidden_size = hidden_size
+        self.sequential = sequential
         self.head_input: HeadInput = head_input
         input_size = hidden_size * (2 if head_input == "hidden+token" else 1)
         self.up = _StackedLinear(num_heads, input_size, inner_size, bias=True)
@@ -102,6 +107,31 @@ class MedusaHeads(nn.Module):
         """
         inputs = self.block_input(hidden, pending_embedding).expand(self.num_heads, -1, -1)
         return hidden + self.down(F.silu(self.up(inputs)))
+
+    def follow_hidden(self, head: int, state: torch.Tensor, embedding: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+        """One sequential head: the state of the head before (``hidden`` for the first) and the embedding of the token
+        chosen from it (the pending token for the first), both [n, H] -> this head's state [n, H]."""
+        assert self.up.bias is not None
+        inputs = self.block_input(state, embedding)
+        inner = F.silu(F.linear(inputs, self.up.weight[head].to(inputs.dtype), self.up.bias[head].to(inputs.dtype)))
+        inner = F.dropout(inner, dropout, training=self.training)
+        return state + F.linear(inner, self.down.weight[head].to(inputs.dtype))
+
+    def path_hidden(self, hidden: torch.Tensor, embeddings: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+        """States of all heads when the tokens on the path are known (in training).
+
+        ``hidden`` [n, H]; ``embeddings`` [heads, n, H]: of the pending token and the tokens after it; heads that are not
+        sequential use the first only. Returns [heads, n, H].
+        """
+        if not self.sequential:
+            inputs = self.block_input(hidden, embeddings[0]).expand(self.num_heads, -1, -1)
+            inner = F.dropout(F.silu(self.up(inputs)), dropout, training=self.training)
+            return hidden + self.down(inner)
+        states, state = [], hidden
+        for head in range(self.num_heads):
+            state = self.follow_hidden(head, state, embeddings[head], dropout)
+            states.append(state)
+        return torch.stack(states)
 
     forward = propose_hidden
 
@@ -145,7 +175,7 @@ def save_heads(heads: MedusaHeads, folder: Path, *, config: dict[str, Any]) -> N
         for name, tensor in heads.state_dict().items()
     }
     settings = {
-        "format": FORMAT,
+        "format": SEQUENTIAL_FORMAT if heads.sequential else FORMAT,
         "num_heads": heads.num_heads,
         "inner_size": heads.inner_size,
         "input": heads.head_input,
@@ -154,7 +184,7 @@ def save_heads(heads: MedusaHeads, folder: Path, *, config: dict[str, Any]) -> N
     }
     # Whoever loads the folder meanwhile finds whole files, old or new.
     staged = folder / f".{WEIGHTS_FILE}.tmp"
-    save_file(tensors, staged, metadata={"format": FORMAT})
+    save_file(tensors, staged, metadata={"format": str(settings["format"])})
     staged.chmod(0o644)
     os.replace(staged, folder / WEIGHTS_FILE)
     staged = folder / f".{CONFIG_FILE}.tmp"
@@ -172,8 +202,8 @@ def read_heads_config(folder: Path) -> dict[str, Any]:
     except ValueError:
         raise HeadsError(f"{path} is not JSON") from None
     found = config.get("format") if isinstance(config, dict) else None
-    if found != FORMAT:
-        raise HeadsError(f"{path}: format is {found!r}; this version reads {FORMAT!r}")
+    if found not in (FORMAT, SEQUENTIAL_FORMAT):
+        raise HeadsError(f"{path}: format is {found!r}; this version reads {FORMAT!r} and {SEQUENTIAL_FORMAT!r}")
     return config
 
 
@@ -215,6 +245,7 @@ def load_heads(folder: Path, *, hidden_size: int, vocab_size: int) -> MedusaHead
         num_heads,
         inner_size,
         head_input=inputs[input_size],
+        sequential=config["format"] == SEQUENTIAL_FORMAT,
         draft_token_ids=_checked_draft_ids(tensors.get("draft_token_ids"), vocab_size, path),
     )
     heads.load_state_dict({name: tensor for name, tensor in tensors.items() if name in heads.state_dict()})
@@ -238,7 +269,8 @@ def describe_heads(folder: Path) -> dict[str, Any]:
     heads = load_heads(folder, hidden_size=backbone.get("hidden_size", -1), vocab_size=backbone.get("vocab_size", -1))
     path = folder / WEIGHTS_FILE
     return {
-        "format": FORMAT,
+        "format": config["format"],
+        "sequential": heads.sequential,
         "num_heads": heads.num_heads,
         "inner_size": heads.inner_size,
         "input": heads.head_input,

@@ -10,7 +10,7 @@ import torch
 
 from backends.heads import MedusaHeads
 from backends.training.dataset import HiddenStates
-from backends.training.objective import OutputProjection
+from backends.training.objective import OutputProjection, path_tokens
 from backends.tree import CandidateTree, best_first_paths
 from backends.tree import Path as NodePath
 
@@ -48,8 +48,8 @@ def guess(
     tokens, probabilities = [], []
     dtype = projection.lm_head_rows.dtype
     for part in rows.split(batch_size):
-        pending = projection.embeddings[states.tokens[part]].to(dtype)
-        guessed = heads.propose_hidden(states.hidden[part].to(projection.lm_head_rows), pending)
+        path = projection.embeddings[path_tokens(states, part, heads.num_heads)].to(dtype)
+        guessed = heads.path_hidden(states.hidden[part].to(projection.lm_head_rows), path)
         logits = torch.nn.functional.linear(guessed, projection.lm_head_rows).float()
         best = logits.topk(min(ranks, logits.shape[-1]), dim=-1)
         probabilities.append((best.values - logits.logsumexp(dim=-1, keepdim=True)).exp().cpu())

@@ -114,6 +114,13 @@ class Teacher:
         )
 
 
+def path_tokens(states: HiddenStates, rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """The pending token at each of ``rows`` [n] and those after it: [num_heads, n]. Past an answer's end the tokens
+    are another answer's, where there is no target either."""
+    ahead = rows + torch.arange(num_heads).unsqueeze(1)
+    return states.tokens[ahead.clamp(max=len(states.tokens) - 1)]
+
+
 class _CrossEntropyOverRows(torch.autograd.Function):
     """Weighted cross-entropy of ``hidden @ rows.T`` that never holds more than ``chunk`` rows of logits.
 
@@ -149,7 +156,7 @@ def heads_loss(
     heads: MedusaHeads,
     projection: OutputProjection,
     hidden: torch.Tensor,
-    pending: torch.Tensor,
+    path: torch.Tensor,
     targets: Targets,
     *,
     dropout: float = 0.0,
@@ -159,12 +166,11 @@ def heads_loss(
 ) -> torch.Tensor:
     """Each head's mean cross-entropy over its targets, weighted ``decay ** head``, over the weights' sum: one float32.
 
-    ``hidden`` [n, H], ``pending`` [n] token ids. ``known_counts`` [heads]: how many targets the mean is over, when
-    these rows are only a part of a batch (the parts' losses then add up to the batch's); None: as many as are here.
+    ``hidden`` [n, H]; ``path`` [heads, n] token ids: the pending tokens and those that follow (:func:`path_tokens`).
+    ``known_counts`` [heads]: how many targets the mean is over, when these rows are
+    only a part of a batch (the parts' losses then add up to the batch's); None: as many as are here.
     """
-    inputs = heads.block_input(hidden, projection.embeddings[pending].to(hidden.dtype))
-    inner = nn.functional.silu(heads.up(inputs.expand(heads.num_heads, -1, -1)))
-    guessed = hidden + heads.down(nn.functional.dropout(inner, dropout, training=heads.training))
+    guessed = heads.path_hidden(hidden, projection.embeddings[path].to(hidden.dtype), dropout)
     decay = head_loss_decay ** torch.arange(heads.num_heads, dtype=torch.float32, device=hidden.device)
     known = targets.shares.sum(dim=-1) > 0
     counts = known.sum(dim=1) if known_counts is None else known_counts

@@ -16,7 +16,7 @@ from torch import nn
 
 from backends.heads import HeadInput, MedusaHeads
 from backends.training.dataset import HiddenStates
-from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss
+from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss, path_tokens
 from backends.training.workers import Workers
 
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -39,6 +39,7 @@ class TrainingOptions:
     num_heads: int = 4
     inner_size: int = 1152
     head_input: HeadInput = "hidden+token"
+    sequential: bool = False
     epochs: int = 6
     batch_size: int = 1024
     learning_rate: float = 3e-3
@@ -106,6 +107,7 @@ class HeadsTrainer:
             options.num_heads,
             options.inner_size,
             head_input=options.head_input,
+            sequential=options.sequential,
             draft_token_ids=projection.draft_token_ids,
         )
         if initial is not None:
@@ -114,6 +116,8 @@ class HeadsTrainer:
             if trained != wanted:
                 raise TrainingError(f"the heads to start from are {trained}, the options ask for {wanted}")
             self.heads.load_state_dict(initial.state_dict())
+            if options.sequential and not initial.sequential:
+                _repeat_first_head(self.heads)
         self.heads.to(self.workers.device)
         self.optimizer = torch.optim.AdamW(
             self.heads.parameters(),
@@ -192,7 +196,7 @@ class HeadsTrainer:
             self.heads,
             self.projection,
             self.states.hidden[rows].to(self.projection.lm_head_rows),
-            self.states.tokens[rows].to(device),
+            path_tokens(self.states, rows, options.num_heads).to(device),
             targets.to(device),
             dropout=options.dropout,
             head_loss_decay=options.head_loss_decay,
@@ -235,3 +239,10 @@ class HeadsTrainer:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
         return True
+
+
+@torch.no_grad()
+def _repeat_first_head(heads: MedusaHeads) -> None:
+    """The first head takes a state and a token to the next state, which is what every sequential head does."""
+    for parameter in heads.parameters():
+        parameter[1:] = parameter[:1]

@@ -54,6 +54,9 @@ def add_parser(subparsers: Any) -> None:
     train.add_argument("--heads", type=int, default=4)
     train.add_argument("--inner", type=int, default=1152, help="width of each head's block")
     train.add_argument("--input", choices=("hidden", "hidden+token"), default="hidden+token")
+    train.add_argument(
+        "--sequential", action="store_true", help="each head also sees the token drafted before it, and its state"
+    )
     train.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens to draft from; 0: all")
     train.add_argument("--epochs", type=positive_int, help="default: 6; in stage 2: 1")
     train.add_argument(
@@ -118,6 +121,7 @@ def run_train(args: argparse.Namespace) -> int:
         num_heads=args.heads,
         inner_size=args.inner,
         head_input=args.input,
+        sequential=args.sequential,
         epochs=args.epochs or 6,
         batch_size=args.batch or 1024,
         learning_rate=args.lr or 3e-3,
