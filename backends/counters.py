@@ -56,12 +56,18 @@ class CounterBook:
 
 
 def _count_hits(counters: DecodeCounters, emitted: list[int], proposals: Proposals) -> None:
-    heads, ranks = proposals.tokens.shape
-    while len(counters.attempts) < heads:
-        counters.attempts.append(0)
-        counters.hits.append([0] * ranks)
-    for head, token in zip(range(heads), emitted, strict=False):
+    """Attempts and hits by head, along the emitted tokens as far as guesses follow them."""
+    following, siblings = proposals.following(), 0
+    for head, token in enumerate(emitted):
+        if siblings < 0:
+            return
+        if head == len(counters.attempts):
+            counters.attempts.append(0)
+            counters.hits.append([0] * proposals.tokens.shape[1])
         counters.attempts[head] += 1
-        guesses = proposals.tokens[head].tolist()
-        if token in guesses:
-            counters.hits[head][guesses.index(token)] += 1
+        guesses = proposals.tokens[siblings].tolist()
+        rank = guesses.index(token) if token in guesses else None
+        if rank is not None:
+            counters.hits[head][rank] += 1
+        # A list that follows every guess follows a missed one too.
+        siblings = following[siblings][rank or 0] if rank is not None or proposals.below is None else -1

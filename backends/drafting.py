@@ -52,23 +52,26 @@ class DraftRequest:
 def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
     """The operator's or client's own tree, cut to what the step has room for and the request can still use."""
     assert request.tree is not None
-    heads, ranks = request.proposals.tokens.shape
+    ranks = request.proposals.tokens.shape[1]
     draft = Draft()
-    row_of: dict[tuple[int, ...], int] = {(): 0}
     tokens, probabilities = request.proposals.tokens, request.proposals.probabilities
-    survival: dict[tuple[int, ...], float] = {(): 1.0}
+    following = request.proposals.following()
+    # Of the nodes taken: row, survival, and the list of guesses below.
+    taken: dict[tuple[int, ...], tuple[int, float, int]] = {(): (0, 1.0, 0)}
     for path in request.tree.nodes:
         if len(draft.tokens) >= max_nodes:
             break
-        depth, rank = len(path), path[-1]
-        parent = row_of.get(path[:-1])
-        if depth > min(heads, request.max_depth) or rank >= ranks or parent is None:
+        rank, above = path[-1], taken.get(path[:-1])
+        if above is None or len(path) > request.max_depth or rank >= ranks:
             continue
-        draft.tokens.append(int(tokens[depth - 1, rank]))
+        parent, survival, siblings = above
+        if siblings < 0:
+            continue
+        draft.tokens.append(int(tokens[siblings, rank]))
         draft.parents.append(parent)
-        row_of[path] = len(draft.tokens)
-        survival[path] = survival[path[:-1]] * float(probabilities[depth - 1, rank])
-        draft.expected += survival[path]
+        survival *= float(probabilities[siblings, rank])
+        draft.expected += survival
+        taken[path] = (len(draft.tokens), survival, following[siblings][rank])
     return draft
 
 
@@ -106,6 +109,7 @@ def plan_drafts(
 class _Node:
     survival: float
     depth: int
+    siblings: int  # the list of guesses it comes from
     rank: int
     token: int
     parent_row: int
@@ -115,18 +119,19 @@ class _Node:
 class _Search:
     """Best-first enumeration of one sequence's nodes; :meth:`take` opens the next sibling and the first child."""
 
-    __slots__ = ("_depth", "_nodes", "_probabilities", "_tokens", "taken")
+    __slots__ = ("_depth", "_following", "_nodes", "_probabilities", "_tokens", "taken")
 
     def __init__(self, request: DraftRequest) -> None:
         scaled: NDArray[np.float32] = np.minimum(request.proposals.probabilities * request.trust, 1.0)
         self._probabilities: list[list[float]] = scaled.tolist()
         self._tokens: list[list[int]] = request.proposals.tokens.tolist()
-        self._depth = min(request.max_depth, len(self._tokens))
+        self._following = request.proposals.following()
+        self._depth = request.max_depth
         self._nodes = request.max_nodes
         self.taken = 0
 
     def first(self) -> _Node | None:
-        return self._node(1, 0, 0, 1.0) if self._nodes > 0 else None
+        return self._node(1, 0, 0, 0, 1.0) if self._nodes > 0 else None
 
     @property
     def full(self) -> bool:
@@ -136,19 +141,20 @@ class _Search:
         self.taken += 1
         if self.full:
             return []
+        below = self._following[node.siblings][node.rank]
         opened = (
-            self._node(node.depth, node.rank + 1, node.parent_row, node.above),
-            self._node(node.depth + 1, 0, self.taken, node.survival),
+            self._node(node.depth, node.siblings, node.rank + 1, node.parent_row, node.above),
+            self._node(node.depth + 1, below, 0, self.taken, node.survival),
         )
         return [found for found in opened if found is not None]
 
-    def _node(self, depth: int, rank: int, parent_row: int, above: float) -> _Node | None:
-        if depth > self._depth or rank >= len(self._tokens[depth - 1]):
+    def _node(self, depth: int, siblings: int, rank: int, parent_row: int, above: float) -> _Node | None:
+        if depth > self._depth or siblings < 0 or rank >= len(self._tokens[siblings]):
             return None
-        survival = above * self._probabilities[depth - 1][rank]
+        survival = above * self._probabilities[siblings][rank]
         if survival <= 0.0:
             return None
-        return _Node(survival, depth, rank, self._tokens[depth - 1][rank], parent_row, above)
+        return _Node(survival, depth, siblings, rank, self._tokens[siblings][rank], parent_row, above)
 
 
 # A dip in the ratio may only be a step in the cost table, so the search goes on a little past the best point.

@@ -389,6 +389,7 @@ class EngineCore:
             max(sequence.request.plan.tree.ranks_per_depth, default=0) if sequence.request.plan.tree else 0
             for sequence in sequences
         )
-        proposals = self.heads.propose(hidden[rows], contexts, max(self.config.proposals, ranks))
+        trees = [sequence.request.plan.tree for sequence in sequences]
+        proposals = self.heads.propose(hidden[rows], contexts, max(self.config.proposals, ranks), trees)
         for sequence, found in zip(sequences, proposals, strict=True):
             sequence.proposals = found

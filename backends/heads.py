@@ -108,7 +108,9 @@ class MedusaHeads(nn.Module):
         inputs = self.block_input(hidden, pending_embedding).expand(self.num_heads, -1, -1)
         return hidden + self.down(F.silu(self.up(inputs)))
 
-    def follow_hidden(self, head: int, state: torch.Tensor, embedding: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
+    def follow_hidden(
+        self, head: int, state: torch.Tensor, embedding: torch.Tensor, dropout: float = 0.0
+    ) -> torch.Tensor:
         """One sequential head: the state of the head before (``hidden`` for the first) and the embedding of the token
         chosen from it (the pending token for the first), both [n, H] -> this head's state [n, H]."""
         assert self.up.bias is not None
@@ -120,8 +122,8 @@ class MedusaHeads(nn.Module):
     def path_hidden(self, hidden: torch.Tensor, embeddings: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """States of all heads when the tokens on the path are known (in training).
 
-        ``hidden`` [n, H]; ``embeddings`` [heads, n, H]: of the pending token and the tokens after it; heads that are not
-        sequential use the first only. Returns [heads, n, H].
+        ``hidden`` [n, H]; ``embeddings`` [heads, n, H]: of the pending token and the tokens after it; heads that are
+        not sequential use the first only. Returns [heads, n, H].
         """
         if not self.sequential:
             inputs = self.block_input(hidden, embeddings[0]).expand(self.num_heads, -1, -1)

@@ -76,9 +76,15 @@ class PlantedHeads:
         self.num_heads = num_heads
         self._prompt_of: dict[int, tuple[int, ...]] = {}
 
-    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        contexts: list[list[int]],
+        k: int,
+        trees: Sequence[CandidateTree | None] = (),
+    ) -> list[Proposals]:
         if self._heads is not None and self._rng.random() < 0.5:
-            real = self._heads.propose(hidden, contexts, k)
+            real = self._heads.propose(hidden, contexts, k, trees)
         else:
             real = [self._junk(k) for _ in contexts]
         return [self._plant(found, context) for found, context in zip(real, contexts, strict=True)]
@@ -89,11 +95,15 @@ class PlantedHeads:
         return Proposals(tokens, (probabilities[:, ::-1] / 2).astype(np.float32))
 
     def _plant(self, found: Proposals, context: list[int]) -> Proposals:
-        tokens, probabilities = found.tokens.copy(), found.probabilities.copy()
-        for depth, truth in enumerate(self._continuation(context)[: len(tokens)]):
-            if self._rng.random() < 0.7 and truth not in tokens[depth]:
-                tokens[depth, min(int(self._rng.expovariate(1.0)), tokens.shape[1] - 1)] = truth
-        return Proposals(tokens, probabilities)
+        tokens, following, siblings = found.tokens.copy(), found.following(), 0
+        for truth in self._continuation(context):
+            if self._rng.random() < 0.7 and truth not in tokens[siblings]:
+                tokens[siblings, min(int(self._rng.expovariate(1.0)), tokens.shape[1] - 1)] = truth
+            held = np.flatnonzero(tokens[siblings] == truth)
+            siblings = following[siblings][held[0] if len(held) else 0]
+            if siblings < 0:
+                break
+        return Proposals(tokens, found.probabilities, found.below)
 
     def _continuation(self, context: list[int]) -> list[int]:
         prompt = self._prompt_of.get(id(context))

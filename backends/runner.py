@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,14 +11,28 @@ import torch
 from numpy.typing import NDArray
 
 from backends.batch import StepBatch
+from backends.tree import CandidateTree
 
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """The heads' best guesses for one sequence: ``tokens`` [heads, k] int, ``probabilities`` [heads, k] float."""
+    """The heads' best guesses for one sequence, as lists of siblings.
+
+    ``tokens`` [lists, k] int, ``probabilities`` [lists, k] float; list 0 follows the pending token. ``below``
+    [lists, k] int: the list that follows a guess, -1 for none. None: the heads don't look at drafted tokens, so there
+    is one list for each head, and it follows whatever the head before guessed.
+    """
 
     tokens: NDArray[np.int32]
     probabilities: NDArray[np.float32]
+    below: NDArray[np.int32] | None = None
+
+    def following(self) -> list[list[int]]:
+        """``below`` as plain lists, whatever the heads."""
+        if self.below is not None:
+            return self.below.tolist()
+        lists, k = self.tokens.shape
+        return [[index + 1 if index + 1 < lists else -1] * k for index in range(lists)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +87,15 @@ class HeadsRunner(Protocol):
 
     num_heads: int
 
-    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        contexts: list[list[int]],
+        k: int,
+        trees: Sequence[CandidateTree | None] = (),
+    ) -> list[Proposals]:
         """Guesses for n sequences: ``contexts`` are their tokens so far, the last one *pending* (not yet run);
         ``hidden`` [n, H] are the final-norm states at the positions before the pending tokens. ``contexts`` must not
-        be changed."""
+        be changed. ``trees``: the shapes that will be drafted, where they are known before (empty: nowhere); heads that
+        look at drafted tokens follow those, and their likeliest guesses elsewhere."""
         ...

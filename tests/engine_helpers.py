@@ -144,7 +144,7 @@ class ScriptedHeads:
         self._rng = random.Random(seed)
         self.calls: list[tuple[torch.Tensor, list[list[int]]]] = []
 
-    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int, trees: Any = ()) -> list[Proposals]:
         assert len(hidden) == len(contexts)
         self.calls.append((hidden.clone(), [list(context) for context in contexts]))
         return [self._guesses(self._rest(context), min(k, self._ranks)) for context in contexts]

@@ -14,6 +14,7 @@ from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.heads import MedusaHeads
 from backends.native.runner import NativeRunner
 from backends.runner import ModelRunner
+from backends.tree import CandidateTree
 from tests.engine_helpers import (
     ARCHITECTURES,
     CONTEXT,
@@ -263,12 +264,13 @@ def test_more_rows_than_promised_are_refused(kind: str) -> None:
         runner.forward(chunk_batch(runner, list(range(20)), [5] * (runner.max_rows + 1), 0))
 
 
-def random_heads(draft_ids: list[int] | None, head_input: str) -> MedusaHeads:
+def random_heads(draft_ids: list[int] | None, head_input: str, *, sequential: bool = False) -> MedusaHeads:
     heads = MedusaHeads(
         64,
         3,
         96,
         head_input=head_input,  # type: ignore[arg-type]
+        sequential=sequential,
         draft_token_ids=None if draft_ids is None else torch.tensor(draft_ids, dtype=torch.int32),
     )
     with torch.random.fork_rng():
@@ -308,3 +310,52 @@ def test_proposals_do_not_depend_on_company(kind: str) -> None:
     for i, proposals in enumerate(together):
         [single] = bound.propose(hidden[i : i + 1], [[i]], 4)
         assert single.tokens.tolist() == proposals.tokens.tolist()
+
+
+SHAPE = CandidateTree.parse([[0], [1], [2], [0, 0], [0, 3], [2, 1], [0, 3, 0], [0, 3, 1], [2, 1, 4]])
+
+
+@every_runner
+@pytest.mark.parametrize("draft_ids", [None, list(range(3, 200, 7))], ids=["whole", "reduced"])
+def test_sequential_heads_guess_what_follows_each_drafted_token(kind: str, draft_ids: list[int] | None) -> None:
+    """Every list is what its head says along the tokens drafted above it, in given shapes and others."""
+    model, heads = tiny_lm("llama"), random_heads(draft_ids, "hidden+token", sequential=True)
+    runner = make_runner(kind, model)
+    hidden = alone(runner, random_prompt(random.Random(7), 6, 6))
+    contexts = [[1, 2, token] for token in (4, 5, 60, 70, 80, 90)]
+    trees = [None, SHAPE, None, SHAPE, None, None]
+    found = runner.bind_heads(heads).propose(hidden, contexts, 5, trees)
+    embeddings = model.get_input_embeddings().weight
+    ids = torch.arange(VOCAB) if draft_ids is None else torch.tensor(draft_ids)
+    for i, (proposals, context, tree) in enumerate(zip(found, contexts, trees, strict=True)):
+        assert proposals.below is not None
+        states, seen = {0: (hidden[i : i + 1], context[-1], 0)}, []
+        for index in range(len(proposals.tokens)):
+            state, token, head = states[index]
+            with torch.inference_mode():
+                state = heads.follow_hidden(head, state, embeddings[[token]])
+                best = torch.softmax(F.linear(state, model.lm_head.weight[ids])[0], -1).topk(5)
+            assert proposals.tokens[index].tolist() == ids[best.indices].tolist()
+            np.testing.assert_allclose(proposals.probabilities[index], best.values.numpy(), atol=1e-4)
+            for rank, below in enumerate(proposals.below[index].tolist()):
+                if below >= 0:
+                    states[below] = (state, int(proposals.tokens[index, rank]), head + 1)
+                    seen.append((index, rank))
+        assert len(states) == len(proposals.tokens)
+        if tree is not None:
+            assert seen == [(0, 0), (0, 2), (1, 3), (2, 1)]
+        else:
+            assert len(proposals.tokens) > 1
+
+
+@pytest.mark.skipif("native" not in RUNNERS, reason="no native kernels here")
+def test_native_and_torch_follow_the_same_guesses() -> None:
+    heads = random_heads(None, "hidden+token", sequential=True)
+    native, torch_runner = (make_runner(kind, tiny_lm("llama")) for kind in ("native", "transformers"))
+    hidden = alone(native, random_prompt(random.Random(11), 12, 12))
+    contexts = [[token] for token in range(12)]
+    ours, theirs = (r.bind_heads(heads).propose(hidden, contexts, 6) for r in (native, torch_runner))
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.below is not None and other.below is not None
+        assert one.below.tolist() == other.below.tolist()

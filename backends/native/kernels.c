@@ -29,10 +29,28 @@ typedef struct {
 } mg_batch;
 
 typedef struct {
-    int32_t heads, hidden, inner, in_size, draft_vocab_padded, is_bf16;
-    const void *up, *down, *draft_lm_head;
+    int32_t heads, hidden, inner, in_size, draft_vocab_padded, draft_vocab, is_bf16, reserved;
+    const void *up, *down, *draft_lm_head, *embed;
     const float *up_bias;
+    const int32_t *draft_ids;
 } mg_heads;
+
+// Lists of guesses of n sequences, `lists` for each at most, k guesses in a list; arrays [n, lists, k]. List 0 follows the
+// pending token. A sequence with planned > 0 has its lists named: list i follows guess plan_rank[i] of list
+// plan_above[i] (ascending in level). Otherwise the `width` likeliest guesses of each level are followed, as far as
+// their survival reaches `least`. Rows are the lists of the present level.
+typedef struct {
+    int32_t n, lists, k, width;
+    float least;
+    int32_t rows;
+    const int32_t *planned, *plan_above, *plan_rank;
+    int32_t *tokens, *below, *count;  // below [n, lists, k]: -1 at first; count [n]: lists in use
+    float *probabilities, *survival;  // survival [n, lists]
+    int32_t *first;                   // [n]: first list of the present level
+    int32_t *from, *token, *list;     // of each row: row of the state above, token chosen, list (of all n * lists)
+} mg_follow;
+
+enum { MAX_WIDTH = 8 };
 
 typedef struct {
     void *x_norm, *q, *attention, *act;
@@ -44,6 +62,56 @@ typedef struct {
 
 // What a linear layer does with its products; see linear() in transformer.h.
 typedef enum { STORE, ADD, SILU_MUL, STORE_SILU } mg_epilogue;
+
+static void top_k_row(const float *row, int n, int k, int32_t *id, float *probabilities);
+
+// Opens list `list` of sequence s below guess `at` (an index into [lists, k] of the sequence).
+static void follow_open(mg_follow *follow, int s, int at, int row_above, int *rows) {
+    const long base = (long)s * follow->lists, guess = base * follow->k + at;
+    const int list = follow->count[s]++;
+    follow->below[guess] = list;
+    follow->survival[base + list] = follow->survival[base + at / follow->k] * follow->probabilities[guess];
+    follow->from[*rows] = row_above;
+    follow->token[*rows] = follow->tokens[guess];
+    follow->list[*rows] = base + list;
+    ++*rows;
+}
+
+// Sets the rows of the next level; none when `more` is 0.
+static void follow_choose(mg_follow *follow, int more) {
+    int row_above = 0, rows = 0;
+    const int k = follow->k;
+    for (int s = 0; more && s < follow->n; s++) {
+        const int first = follow->first[s], end = follow->count[s];
+        const long base = (long)s * follow->lists;
+        if (follow->planned[s]) {
+            for (int i = end; i < follow->planned[s]; i++) {
+                const int above = follow->plan_above[base + i];
+                if (above >= end) break;
+                follow_open(follow, s, above * k + follow->plan_rank[base + i], row_above + above - first, &rows);
+            }
+        } else {
+            int best[MAX_WIDTH], held = 0;
+            float survival[MAX_WIDTH];
+            for (int list = first; list < end; list++)
+                for (int j = 0; j < k; j++) {
+                    const float p = follow->survival[base + list] * follow->probabilities[(base + list) * k + j];
+                    if (p < follow->least || (held == follow->width && p <= survival[held - 1])) break;
+                    int at = held < follow->width ? held++ : held - 1;
+                    for (; at > 0 && p > survival[at - 1]; at--) {
+                        survival[at] = survival[at - 1];
+                        best[at] = best[at - 1];
+                    }
+                    survival[at] = p;
+                    best[at] = list * k + j;
+                }
+            for (int i = 0; i < held; i++) follow_open(follow, s, best[i], row_above + best[i] / k - first, &rows);
+        }
+        row_above += end - first;
+        follow->first[s] = end;
+    }
+    follow->rows = rows;
+}
 
 #define T bf16
 #define STEP 2
@@ -137,6 +205,28 @@ int mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, cons
     free(act);
     free(state);
     free(state_t);
+    return failed;
+}
+
+// Guesses of sequential heads; `follow` comes with its first rows set. Returns 1 when out of memory.
+int mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, int max_rows) {
+    const size_t rows = max_rows;
+    void *x_in = aligned(rows * heads->in_size * 4), *act = aligned(rows * heads->inner * 4);
+    void *one = aligned(rows * heads->hidden * 4), *other = aligned(rows * heads->hidden * 4);
+    float *sums = aligned(rows * heads->hidden * 4), *logits = aligned(rows * heads->draft_vocab_padded * 4);
+    const int failed = !x_in || !act || !one || !other || !sums || !logits;
+    if (!failed) {
+        follow_job_bf16 job = {heads, follow, hidden, x_in, act, {one, other}, sums, logits};
+        follow_job_f32 job_f32 = {heads, follow, hidden, x_in, act, {one, other}, sums, logits};
+        pool_run(pool, heads->is_bf16 ? follow_member_bf16 : follow_member_f32,
+                 heads->is_bf16 ? (void *)&job : (void *)&job_f32);
+    }
+    free(x_in);
+    free(act);
+    free(one);
+    free(other);
+    free(sums);
+    free(logits);
     return failed;
 }
 

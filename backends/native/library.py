@@ -97,8 +97,45 @@ class Batch(ctypes.Structure):
 
 class Heads(ctypes.Structure):
     _fields_ = [
-        *((n, c_int32) for n in ("heads", "hidden", "inner", "in_size", "draft_vocab_padded", "is_bf16")),
-        *((n, c_void_p) for n in ("up", "down", "draft_lm_head", "up_bias")),
+        *(
+            (name, c_int32)
+            for name in (
+                "heads",
+                "hidden",
+                "inner",
+                "in_size",
+                "draft_vocab_padded",
+                "draft_vocab",
+                "is_bf16",
+                "reserved",
+            )
+        ),
+        *((name, c_void_p) for name in ("up", "down", "draft_lm_head", "embed", "up_bias", "draft_ids")),
+    ]
+
+
+FOLLOW_ARRAYS = (
+    "planned",
+    "plan_above",
+    "plan_rank",
+    "tokens",
+    "below",
+    "count",
+    "probabilities",
+    "survival",
+    "first",
+    "from",
+    "token",
+    "list",
+)
+
+
+class Follow(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("n", "lists", "k", "width")),
+        ("least", c_float),
+        ("rows", c_int32),
+        *((name, c_void_p) for name in FOLLOW_ARRAYS),
     ]
 
 
@@ -173,9 +210,20 @@ def _bind(library: ctypes.CDLL) -> None:
     declare("mg_project", None, pool, c_int, c_void_p, c_int, c_int, c_void_p, c_int, c_void_p)
     declare("mg_copy_slots", None, POINTER(Model), c_void_p, c_void_p, c_int)
     declare("mg_heads_logits", c_int, pool, POINTER(Heads), c_void_p, c_void_p, c_int, c_void_p)
+    declare("mg_heads_follow", c_int, pool, POINTER(Heads), POINTER(Follow), c_void_p, c_int)
     declare("mg_argmax", None, pool, c_void_p, rows, c_int, c_int64, c_int, c_void_p)
     declare("mg_top_k", None, pool, c_void_p, c_int, c_int64, c_int, c_int, c_void_p, c_void_p)
     declare("mg_sample", c_int, pool, c_void_p, rows, c_int, c_int64, c_int, *[c_void_p] * 6)
 
 
-__all__ = ["BATCH_ARRAYS", "Batch", "Heads", "Layer", "Model", "NativeUnavailable", "load_library"]
+__all__ = [
+    "BATCH_ARRAYS",
+    "FOLLOW_ARRAYS",
+    "Batch",
+    "Follow",
+    "Heads",
+    "Layer",
+    "Model",
+    "NativeUnavailable",
+    "load_library",
+]

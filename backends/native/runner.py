@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from backends.batch import PAGE_SIZE, StepBatch
+from backends.follow import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads import MedusaHeads
 from backends.native import library as lib
 from backends.runner import Proposals, RowSampling
+from backends.tree import CandidateTree
 
 LANES = 16
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -248,14 +251,25 @@ class NativeHeads:
             inner=heads.inner_size,
             in_size=heads.up.weight.shape[2],
             draft_vocab_padded=self._vocab_padded,
+            draft_vocab=len(self._draft_ids),
             is_bf16=runner._is_bf16,
             up=up.data_ptr(),
             down=down.data_ptr(),
             draft_lm_head=packed.data_ptr(),
+            embed=runner.embeddings.data_ptr(),
             up_bias=bias.data_ptr(),
+            draft_ids=self._draft_ids.ctypes.data,
         )
 
-    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        contexts: list[list[int]],
+        k: int,
+        trees: Sequence[CandidateTree | None] = (),
+    ) -> list[Proposals]:
+        if self._heads.sequential:
+            return self._follow(hidden, contexts, k, trees)
         runner, n = self._runner, len(contexts)
         pending = [context[-1] for context in contexts]
         k = min(k, len(self._draft_ids))
@@ -286,3 +300,40 @@ class NativeHeads:
         )
         tokens = self._draft_ids[ids]
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(n)]
+
+    def _follow(
+        self, hidden: torch.Tensor, contexts: list[list[int]], k: int, trees: Sequence[CandidateTree | None]
+    ) -> list[Proposals]:
+        runner, n = self._runner, len(contexts)
+        k = min(k, len(self._draft_ids))
+        hidden = hidden.contiguous()
+        plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
+        width = max((plan.widest for plan in plans.values()), default=0)
+        width = max(width, WIDTH)
+        lists = max([1 + WIDTH * (self.num_heads - 1), *(plan.lists for plan in plans.values())])
+        planned = np.zeros(n, dtype=np.int32)
+        plan_above, plan_rank = np.zeros((2, n, lists), dtype=np.int32)
+        for i, plan in plans.items():
+            planned[i] = plan.lists
+            plan_above[i, 1 : plan.lists] = plan.above
+            plan_rank[i, 1 : plan.lists] = plan.ranks
+        tokens = np.empty((n, lists, k), dtype=np.int32)
+        below = np.full((n, lists, k), -1, dtype=np.int32)
+        probabilities = np.empty((n, lists, k), dtype=np.float32)
+        count, survival = np.ones(n, dtype=np.int32), np.ones((n, lists), dtype=np.float32)
+        rows = np.zeros((3, n * width), dtype=np.int32)  # row above, token, list
+        rows[0, :n] = np.arange(n)
+        rows[1, :n] = [context[-1] for context in contexts]
+        rows[2, :n] = np.arange(n) * lists
+        arrays = (planned, plan_above, plan_rank, tokens, below, count, probabilities, survival)
+        arrays = (*arrays, np.zeros(n, dtype=np.int32), rows[0], rows[1], rows[2])
+        pointers = {name: array.ctypes.data for name, array in zip(lib.FOLLOW_ARRAYS, arrays, strict=True)}
+        follow = lib.Follow(n=n, lists=lists, k=k, width=WIDTH, least=LEAST_SURVIVAL, rows=n, **pointers)
+        if runner._lib.mg_heads_follow(
+            runner._pool, ctypes.byref(self._struct), ctypes.byref(follow), hidden.data_ptr(), n * width
+        ):
+            raise MemoryError("no memory for the heads")
+        return [
+            Proposals(tokens[i, :used], probabilities[i, :used], below[i, :used])
+            for i, used in enumerate(count.tolist())
+        ]

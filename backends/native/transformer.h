@@ -437,6 +437,68 @@ static void NAME(heads_member)(mg_member *member, void *arguments) {
                  heads->draft_vocab_padded / LANES, NULL, job->logits, heads->draft_vocab_padded, NULL, 0);
 }
 
+typedef struct {
+    const mg_heads *heads;
+    mg_follow *follow;
+    const T *hidden;
+    T *x_in, *act, *states[2];
+    float *sums, *logits;
+} NAME(follow_job);
+
+// [x / rms(x); e / rms(e)] of a state and an embedding.
+INLINE void NAME(block_input)(const T *state, const T *embedding, int size, T *out) {
+    const T *parts[2] = {state, embedding};
+    for (int part = 0; part < 2; part++) {
+        vf squares = vf_set(0.0f);
+        for (int i = 0; i < size; i += LANES) {
+            const vf v = NAME(load16)(parts[part] + i);
+            squares = vf_fma(v, v, squares);
+        }
+        const vf scale = vf_set(1.0f / sqrtf(vf_sum(squares) / size + (part ? 1e-12f : 1e-6f)));
+        for (int i = 0; i < size; i += LANES) NAME(store16)(out + part * size + i, NAME(load16)(parts[part] + i) * scale);
+    }
+}
+
+// Sequential heads, level by level: the state of a list of guesses comes from the state of the list above it and the token
+// chosen from that.
+static void NAME(follow_member)(mg_member *member, void *arguments) {
+    const NAME(follow_job) *job = arguments;
+    const mg_heads *heads = job->heads;
+    mg_follow *follow = job->follow;
+    const int hidden = heads->hidden, inner = heads->inner, in_size = heads->in_size, width = heads->draft_vocab_padded;
+    const T *above = job->hidden;
+    for (int level = 0; level < heads->heads; level++) {
+        const int rows = follow->rows;
+        T *states = job->states[level % 2];
+        if (!rows) break;
+        TEAM_DEALT(r, rows)
+            NAME(block_input)(above + (long)follow->from[r] * hidden, (const T *)heads->embed + (long)follow->token[r] * hidden,
+                              hidden, job->x_in + (long)r * in_size);
+        team_end_loop(member);
+        NAME(linear)(member, STORE_SILU, job->x_in, in_size, rows, in_size, (const T *)heads->up + (long)level * inner * in_size,
+                     inner / LANES, heads->up_bias + (long)level * inner, NULL, 0, job->act, inner);
+        NAME(linear)(member, STORE, job->act, inner, rows, inner, (const T *)heads->down + (long)level * hidden * inner,
+                     hidden / LANES, NULL, job->sums, hidden, NULL, 0);
+        TEAM_DEALT(r, rows)
+            for (int i = 0; i < hidden; i += LANES)
+                NAME(store16)(states + (long)r * hidden + i, vf_load(job->sums + (long)r * hidden + i) +
+                                                                 NAME(load16)(above + (long)follow->from[r] * hidden + i));
+        team_end_loop(member);
+        NAME(linear)(member, STORE, states, hidden, rows, hidden, heads->draft_lm_head, width / LANES, NULL, job->logits,
+                     width, NULL, 0);
+        TEAM_DEALT(r, rows) {
+            const long at = (long)follow->list[r] * follow->k;
+            top_k_row(job->logits + (long)r * width, heads->draft_vocab, follow->k, follow->tokens + at,
+                      follow->probabilities + at);
+            for (int j = 0; j < follow->k; j++) follow->tokens[at + j] = heads->draft_ids[follow->tokens[at + j]];
+        }
+        team_end_loop(member);
+        if (member->index == 0) follow_choose(follow, level + 1 < heads->heads);
+        team_end_loop(member);
+        above = states;
+    }
+}
+
 static void NAME(copy_slots)(const mg_model *model, const int32_t *from, const int32_t *to, int n) {
     const int head_dim = model->head_dim;
     const long head_size = (long)head_dim * LANES, page_size = model->kv_heads * head_size;

@@ -22,7 +22,7 @@ from torch import nn
 
 from backends.heads import MedusaHeads
 from backends.training.dataset import HiddenStates
-from backends.training.objective import OutputProjection, Teacher, heads_loss
+from backends.training.objective import OutputProjection, Teacher, heads_loss, path_tokens
 from backends.training.trainer import TrainingError, TrainingOptions, learning_rate_at
 from backends.training.workers import Workers
 
@@ -163,7 +163,7 @@ class JointTrainer:
             self.heads,
             self.projection,
             hidden,
-            self.states.tokens[rows].to(device),
+            path_tokens(self.states, rows, self.heads.num_heads).to(device),
             targets.to(device),
             head_loss_decay=options.head_loss_decay,
             known_counts=known,
