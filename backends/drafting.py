@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.cost import StepCost
+from backends.lookup import Continuation
 from backends.runner import Proposals
 from backends.tree import CandidateTree
 
@@ -23,12 +24,15 @@ class Draft:
     """Candidate nodes of one sequence for one step.
 
     ``parents[i]`` is the row of node i's parent, the root being row 0 and node i row i + 1. ``expected``: tokens that
-    the nodes are expected to add.
+    the nodes are expected to add. ``from_lookup``: rows that are there because the text has gone on so before
+    (:mod:`backends.lookup`); all others come from the heads.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     expected: float = 0.0
+    expected_of_heads: float = 0.0
+    from_lookup: set[int] = field(default_factory=set)
 
     def children(self) -> list[dict[int, int]]:
         """For every row (root first): token -> row of the child that holds it."""
@@ -40,18 +44,24 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """What one sequence may draft. ``trust`` scales the heads' probabilities by this sequence's own record."""
+    """What one sequence may draft. ``trust`` scales the heads' probabilities by this sequence's own record.
 
-    proposals: Proposals
+    ``max_depth`` bounds the heads' levels, ``longest`` also those of ``lookup`` (None: as the heads). A ``tree`` is
+    drafted from ``proposals`` alone.
+    """
+
+    proposals: Proposals | None
     max_nodes: int
     max_depth: int
     trust: float = 1.0
     tree: CandidateTree | None = None
+    lookup: Continuation | None = None
+    longest: int | None = None
 
 
 def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
     """The operator's or client's own tree, cut to what the step has room for and the request can still use."""
-    assert request.tree is not None
+    assert request.tree is not None and request.proposals is not None
     ranks = request.proposals.tokens.shape[1]
     draft = Draft()
     tokens, probabilities = request.proposals.tokens, request.proposals.probabilities
@@ -71,6 +81,7 @@ def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
         draft.parents.append(parent)
         survival *= float(probabilities[siblings, rank])
         draft.expected += survival
+        draft.expected_of_heads += survival
         taken[path] = (len(draft.tokens), survival, following[siblings][rank])
     return draft
 
@@ -102,6 +113,10 @@ def plan_drafts(
         draft.tokens.append(node.token)
         draft.parents.append(node.parent_row)
         draft.expected += node.survival
+        if searches[key].from_lookup(node):
+            draft.from_lookup.add(len(draft.tokens))
+        else:
+            draft.expected_of_heads += node.survival
     return drafts
 
 
@@ -119,19 +134,27 @@ class _Node:
 class _Search:
     """Best-first enumeration of one sequence's nodes; :meth:`take` opens the next sibling and the first child."""
 
-    __slots__ = ("_depth", "_following", "_nodes", "_probabilities", "_tokens", "taken")
+    __slots__ = ("_depth", "_following", "_looked_up", "_nodes", "_probabilities", "_tokens", "taken")
 
     def __init__(self, request: DraftRequest) -> None:
-        scaled: NDArray[np.float32] = np.minimum(request.proposals.probabilities * request.trust, 1.0)
-        self._probabilities: list[list[float]] = scaled.tolist()
-        self._tokens: list[list[int]] = request.proposals.tokens.tolist()
-        self._following = request.proposals.following()
+        self._probabilities: list[list[float]] = []
+        self._tokens: list[list[int]] = []
+        self._following: list[list[int]] = []
+        if request.proposals is not None:
+            scaled: NDArray[np.float32] = np.minimum(request.proposals.probabilities * request.trust, 1.0)
+            self._probabilities = scaled.tolist()
+            self._tokens = request.proposals.tokens.tolist()
+            self._following = request.proposals.following()
         self._depth = request.max_depth
         self._nodes = request.max_nodes
+        self._looked_up: dict[int, int] = {}  # list of guesses -> the token that was looked up
         self.taken = 0
+        if request.lookup is not None:
+            longest = request.max_depth if request.longest is None else request.longest
+            self._join(request.lookup, longest)
 
     def first(self) -> _Node | None:
-        return self._node(1, 0, 0, 0, 1.0) if self._nodes > 0 else None
+        return self._node(1, 0, 0, 0, 1.0) if self._nodes > 0 and self._tokens else None
 
     @property
     def full(self) -> bool:
@@ -148,13 +171,63 @@ class _Search:
         )
         return [found for found in opened if found is not None]
 
+    def from_lookup(self, node: _Node) -> bool:
+        return self._looked_up.get(node.siblings) == node.token
+
+    def _join(self, lookup: Continuation, longest: int) -> None:
+        """Put the looked-up tokens among the heads' guesses, each in a list of its own path."""
+        above: tuple[int, int] | None = None  # list and rank that the next token follows
+        for depth, (token, chance) in enumerate(zip(lookup.tokens, lookup.chances, strict=True)):
+            if depth >= longest:
+                return
+            heads_list = 0 if above is None else self._following[above[0]][above[1]]
+            if 0 <= heads_list < len(self._tokens) and depth < self._depth:
+                guesses = list(
+                    zip(
+                        self._tokens[heads_list],
+                        self._probabilities[heads_list],
+                        self._following[heads_list],
+                        strict=True,
+                    )
+                )
+            else:
+                guesses = []
+            known = next((guess for guess in guesses if guess[0] == token), (token, 0.0, -1))
+            if known[1] < chance:
+                # The heads' other guesses share what is left.
+                left = (1.0 - chance) / max(1.0 - known[1], 1e-6)
+                guesses = [(t, p * min(left, 1.0), below) for t, p, below in guesses if t != token]
+                guesses.append((token, chance, known[2]))
+                guesses.sort(key=lambda guess: -guess[1])
+            index = self._place(guesses, above)
+            if known[1] < chance:
+                self._looked_up[index] = token
+            above = index, next(rank for rank, guess in enumerate(guesses) if guess[0] == token)
+
+    def _place(self, guesses: list[tuple[int, float, int]], above: tuple[int, int] | None) -> int:
+        """A list that only this path leads to; list 0 is such a one already."""
+        columns = [list(column) for column in zip(*guesses, strict=True)]
+        if above is None and self._tokens:
+            self._tokens[0], self._probabilities[0], self._following[0] = columns
+            return 0
+        self._tokens.append(columns[0])
+        self._probabilities.append(columns[1])
+        self._following.append(columns[2])
+        index = len(self._tokens) - 1
+        if above is not None:
+            self._following[above[0]][above[1]] = index
+        return index
+
     def _node(self, depth: int, siblings: int, rank: int, parent_row: int, above: float) -> _Node | None:
-        if depth > self._depth or siblings < 0 or rank >= len(self._tokens[siblings]):
+        if siblings < 0 or rank >= len(self._tokens[siblings]):
+            return None
+        token = self._tokens[siblings][rank]
+        if depth > self._depth and self._looked_up.get(siblings) != token:
             return None
         survival = above * self._probabilities[siblings][rank]
         if survival <= 0.0:
             return None
-        return _Node(survival, depth, siblings, rank, self._tokens[siblings][rank], parent_row, above)
+        return _Node(survival, depth, siblings, rank, token, parent_row, above)
 
 
 # A dip in the ratio may only be a step in the cost table, so the search goes on a little past the best point.

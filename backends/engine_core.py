@@ -14,6 +14,7 @@ from backends.counters import CounterBook
 from backends.drafting import Draft, DraftRequest, plan_drafts
 from backends.gate import DraftGate
 from backends.kv_cache import PagePool
+from backends.lookup import Continuation
 from backends.runner import HeadsRunner, ModelRunner, Proposals
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
@@ -55,18 +56,22 @@ class _Scheduled:
     node_slots: list[int]
     decoding: bool
     proposals: Proposals | None = None
+    lookup: Continuation | None = None
     emitted: list[int] = field(default_factory=list)
+    of_heads: int = 0  # accepted candidates that the heads had guessed
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What is to be run, and what it costs by the table: ``spent_ms`` as planned, ``vanilla_ms`` without candidates."""
+    """What is to be run, and what it costs by the table: ``spent_ms`` as planned, ``vanilla_ms`` without candidates,
+    ``heads_ms`` with the heads and their candidates only."""
 
     scheduled: list[_Scheduled]
     batch: BatchBuilder
     chunks: list[tuple[Sequence, int]]
     spent_ms: float = 0.0
     vanilla_ms: float = 0.0
+    heads_ms: float = 0.0
 
 
 class EngineCore:
@@ -220,11 +225,11 @@ class EngineCore:
         decoding = [s for s in self._running.values() if s.status is SequenceStatus.DECODE]
         chunks = self._prompt_chunks(len(decoding))
         prompt_rows = sum(count for _, count in chunks)
-        requests = {
-            index: self._draft_request(sequence)
-            for index, sequence in enumerate(decoding)
-            if sequence.proposals is not None and sequence.remaining > 1
-        }
+        requests = {}
+        for index, sequence in enumerate(decoding):
+            request = self._draft_request(sequence)
+            if request is not None:
+                requests[index] = request
         drafts = plan_drafts(
             requests,
             sequences=len(decoding),
@@ -240,7 +245,8 @@ class EngineCore:
             slots = batch.add_tree(
                 sequence.pages, sequence.tokens[-1], len(sequence.tokens) - 1, draft.tokens, draft.parents
             )
-            scheduled.append(_Scheduled(sequence, draft, first_row, slots, True, sequence.proposals))
+            lookup = requests[index].lookup if index in requests else None
+            scheduled.append(_Scheduled(sequence, draft, first_row, slots, True, sequence.proposals, lookup))
         for sequence, count in chunks:
             start = sequence.computed
             last = start + count == sequence.prompt_length
@@ -249,12 +255,15 @@ class EngineCore:
             batch.add_chunk(sequence.pages, sequence.tokens[start : start + count], start, last_output=last)
         if not batch.rows:
             return _Step(scheduled, batch, chunks)
+        asked = sum(sequence.proposals is not None for sequence in decoding)
+        looked_up = sum(len(item.draft.from_lookup) for item in scheduled)
         return _Step(
             scheduled,
             batch,
             chunks,
-            spent_ms=self.cost.step_ms(batch.rows, len(requests)),
+            spent_ms=self.cost.step_ms(batch.rows, asked),
             vanilla_ms=self.cost.forward_ms(len(decoding) + prompt_rows),
+            heads_ms=self.cost.step_ms(batch.rows - looked_up, asked),
         )
 
     def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
@@ -268,15 +277,20 @@ class EngineCore:
                 chunks.append((sequence, count))
         return chunks
 
-    def _draft_request(self, sequence: Sequence) -> DraftRequest:
-        plan = sequence.request.plan
-        assert sequence.proposals is not None
+    def _draft_request(self, sequence: Sequence) -> DraftRequest | None:
+        """None when there is nothing to draft from or no use for it."""
+        plan, longest = sequence.request.plan, sequence.remaining - 1
+        lookup = sequence.lookup.find() if sequence.lookup is not None and longest > 0 else None
+        if longest <= 0 or (sequence.proposals is None and lookup is None):
+            return None
         return DraftRequest(
             proposals=sequence.proposals,
             max_nodes=len(plan.tree) if plan.tree is not None else plan.max_nodes,
-            max_depth=min(plan.num_heads, sequence.remaining - 1),
+            max_depth=min(plan.num_heads, longest),
             trust=sequence.speculation.trust,
             tree=plan.tree,
+            lookup=lookup,
+            longest=longest,
         )
 
     def _candidate(self, item: _Scheduled) -> Candidate:
@@ -298,6 +312,7 @@ class EngineCore:
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits_row)
             item.emitted.append(token)
+            item.of_heads += row > 0 and row not in item.draft.from_lookup
             if sequence.accept(token, logits_row):
                 return
 
@@ -305,17 +320,19 @@ class EngineCore:
         """What this step says about drafting in the next: for each sequence, and for batches of this size."""
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
         if any(item.proposals is not None for item in decoded):
-            accepted = sum(len(item.emitted) - 1 for item in decoded)
-            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=step.spent_ms)
+            accepted = sum(item.of_heads for item in decoded)
+            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=step.heads_ms)
         for item in decoded:
+            if item.lookup is not None and item.sequence.lookup is not None:
+                item.sequence.lookup.observe(item.lookup, item.emitted)
             if item.proposals is None:
                 item.sequence.speculation.rest()
             elif item.sequence.request.plan.tree is None:
                 item.sequence.speculation.observe(
-                    expected=item.draft.expected,
-                    accepted=len(item.emitted) - 1,
+                    expected=item.draft.expected_of_heads,
+                    accepted=item.of_heads,
                     vanilla_ms=step.vanilla_ms,
-                    step_ms=step.spent_ms,
+                    step_ms=step.heads_ms,
                 )
 
     def _count(self, step: _Step, began: float) -> None:
@@ -331,6 +348,7 @@ class EngineCore:
             sequence, counts, drafted = item.sequence, item.sequence.counts, len(item.draft.tokens)
             counts.drafted += drafted
             counts.accepted += len(item.emitted) - 1
+            counts.lookup_accepted += len(item.emitted) - 1 - item.of_heads
             counts.most_nodes = max(counts.most_nodes, drafted)
             counts.medusa_steps += drafted > 0
             counts.vanilla_ms += len(item.emitted) * step.vanilla_ms

@@ -8,6 +8,7 @@ from enum import Enum, auto
 import numpy as np
 import torch
 
+from backends.lookup import Lookup
 from backends.runner import Proposals
 from backends.sampling import LogitProcessor
 from backends.speculation import Speculation
@@ -31,6 +32,7 @@ class Counts:
     medusa_steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    lookup_accepted: int = 0
     most_nodes: int = 0
     vanilla_ms: float = 0.0
     spent_ms: float = 0.0
@@ -54,6 +56,7 @@ class Sequence:
     proposals: Proposals | None = None
     processor: LogitProcessor | None = None
     speculation: Speculation = field(init=False)
+    lookup: Lookup | None = None
     text: TextStream = field(init=False)
     counts: Counts = field(default_factory=Counts)
     finish_reason: FinishReason | None = None
@@ -70,6 +73,9 @@ class Sequence:
         self.tokens = list(self.request.prompt_token_ids)
         self.text = TextStream(sampling.stop, self.tokenizer.detokenizer().push)
         self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
+        plan = self.request.plan
+        if plan.method == "medusa" and plan.lookup and plan.tree is None:
+            self.lookup = Lookup(self.tokens)
         if LogitProcessor.wanted(sampling):
             self.processor = LogitProcessor(
                 sampling,
@@ -162,6 +168,7 @@ class Sequence:
             medusa_steps=counts.medusa_steps,
             drafted_tokens=counts.drafted,
             accepted_draft_tokens=counts.accepted,
+            accepted_lookup_tokens=counts.lookup_accepted,
             emitted_tokens=self.num_generated,
             speedup_estimate=counts.vanilla_ms / counts.spent_ms if counts.spent_ms else 1.0,
             reason=reason,

@@ -50,7 +50,8 @@ class DecodingPlan:
     """How one request is decoded, and why.
 
     ``tree`` None lets the engine plan a tree every step from the heads' own probabilities and the measured cost of a
-    row, with at most ``max_nodes`` nodes and ``num_heads`` levels. A given tree is used as it is. ``adapted_from``: see
+    row, with at most ``max_nodes`` nodes and ``num_heads`` levels, and with ``lookup`` also from what followed the same
+    tokens earlier in the text (on as many levels as it goes). A given tree is used as it is. ``adapted_from``: see
     :class:`ModelInfo`; only reported.
     """
 
@@ -58,6 +59,7 @@ class DecodingPlan:
     num_heads: int = 4
     tree: CandidateTree | None = None
     max_nodes: int = 32
+    lookup: bool = True
     acceptance: Acceptance = "exact"
     rule: str = "default"
     reason: str = "default plan"
@@ -130,6 +132,7 @@ class GenerationStats:
 
     Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
     when the step that gave its first token had ended, when it ended, and each time it stopped drafting for a while.
+    ``accepted_lookup_tokens``: of the accepted ones, those looked up in the text rather than guessed by heads.
     """
 
     method: Method
@@ -139,6 +142,7 @@ class GenerationStats:
     medusa_steps: int = 0
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
+    accepted_lookup_tokens: int = 0
     emitted_tokens: int = 0
     speedup_estimate: float = 1.0
     reason: str = ""
