@@ -1,0 +1,144 @@
+"""Prompt lookup: what is found, how it is trusted, and how it joins the heads' guesses in one tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backends.cost import StepCost
+from backends.drafting import Draft, DraftRequest, plan_drafts
+from backends.lookup import Continuation, Lookup
+from backends.runner import Proposals
+
+CHEAP = StepCost.from_measurements([(1, 10.0), (64, 10.1)])
+DEAR = StepCost.from_measurements([(1, 10.0), (2, 18.0), (64, 600.0)])
+
+
+def plan(request: DraftRequest, cost: StepCost = CHEAP) -> Draft:
+    return plan_drafts({0: request}, sequences=1, other_rows=0, room=32, cost=cost)[0]
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append((*found[parent], token))
+    return set(found[1:])
+
+
+def test_finds_what_followed_the_last_time() -> None:
+    found = Lookup([1, 2, 3, 4, 5, 9, 1, 2, 3, 7, 8, 6, 1, 2, 3]).find()
+    assert found is not None
+    assert found.tokens[:6] == [7, 8, 6, 1, 2, 3]
+
+
+def test_nothing_is_found_in_a_text_that_does_not_repeat() -> None:
+    assert Lookup([]).find() is None
+    assert Lookup(list(range(50))).find() is None
+
+
+def test_a_repetition_goes_on_into_itself() -> None:
+    found = Lookup([5, 6, 5, 6, 5, 6, 5]).find()
+    assert found is not None
+    assert found.tokens == [6, 5, 6, 5, 6, 5, 6, 5]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 5))
+def test_growing_token_by_token_finds_what_a_fresh_index_finds(tokens: list[int], stride: int) -> None:
+    grown: list[int] = []
+    index = Lookup(grown)
+    for start in range(0, len(tokens), stride):
+        grown.extend(tokens[start : start + stride])
+        found, fresh = index.find(), Lookup(list(grown)).find()
+        assert found == fresh
+        if found is not None:
+            last = max(
+                place
+                for place in range(3, len(grown))
+                if grown[place - 3 : place] == grown[len(grown) - 3 : len(grown)]
+            )
+            assert found.tokens[0] == grown[last]
+            assert all(0.0 < chance < 1.0 for chance in found.chances)
+            assert found.chances == sorted(found.chances)
+
+
+def test_its_own_record_raises_and_lowers_trust() -> None:
+    text = [1, 2, 3, 4, 1, 2, 3]
+    hopeful, doubtful = Lookup(text), Lookup(text)
+    for _ in range(20):
+        for lookup, came in ((hopeful, [4, 1]), (doubtful, [9])):
+            guess = lookup.find()
+            assert guess is not None
+            lookup.observe(guess, came)
+    high, low = hopeful.find(), doubtful.find()
+    assert high is not None and low is not None
+    assert high.chances[0] > 0.9
+    assert low.chances[0] < 0.1
+
+
+def heads(*rows: dict[int, float]) -> Proposals:
+    return Proposals(np.array([list(row) for row in rows], np.int32), np.array([list(row.values()) for row in rows]))
+
+
+def test_drafts_from_lookup_alone_and_beyond_the_heads() -> None:
+    lookup = Continuation([4, 5, 6, 7], [0.9] * 4, 5)
+    draft = plan(DraftRequest(None, max_nodes=8, max_depth=2, lookup=lookup, longest=4))
+    assert paths(draft) == {(4,), (4, 5), (4, 5, 6), (4, 5, 6, 7)}
+    assert draft.from_lookup == {1, 2, 3, 4}
+    assert draft.expected_of_heads == 0.0
+    assert draft.expected == pytest.approx(sum(0.9**depth for depth in range(1, 5)))
+
+
+def test_an_answer_is_not_drafted_past_its_end() -> None:
+    lookup = Continuation([4, 5, 6, 7], [0.9] * 4, 5)
+    assert paths(plan(DraftRequest(None, 8, 2, lookup=lookup, longest=2))) == {(4,), (4, 5)}
+
+
+def test_unlikely_continuations_are_not_worth_a_dear_row() -> None:
+    lookup = Continuation([4, 5], [0.4, 0.4], 3)
+    assert plan(DraftRequest(None, 8, 2, lookup=lookup, longest=2), DEAR).tokens == []
+
+
+def test_both_sources_share_a_tree_without_duplicates() -> None:
+    proposals = heads({4: 0.6, 8: 0.3}, {5: 0.5, 9: 0.2})
+    lookup = Continuation([8, 5, 6], [0.7, 0.8, 0.8], 5)
+    draft = plan(DraftRequest(proposals, max_nodes=12, max_depth=2, lookup=lookup, longest=5))
+    assert {(8,), (8, 5), (8, 5, 6), (4,), (4, 5), (4, 9)} <= paths(draft)
+    assert len(paths(draft)) == len(draft.tokens)
+    by_path = {path: row for row, path in enumerate(_ordered(draft), start=1)}
+    assert {by_path[8,], by_path[8, 5], by_path[8, 5, 6]} == draft.from_lookup
+
+
+def _ordered(draft: Draft) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        found.append((*found[parent], token))
+    return found[1:]
+
+
+def test_a_guess_that_heads_trust_more_stays_theirs() -> None:
+    draft = plan(DraftRequest(heads({4: 0.95, 8: 0.01}), 4, 1, lookup=Continuation([4], [0.6], 3), longest=1))
+    assert draft.tokens[0] == 4
+    assert draft.from_lookup == set()
+
+
+guesses = st.lists(
+    st.dictionaries(st.integers(0, 6), st.floats(0.01, 0.3), min_size=3, max_size=3), min_size=1, max_size=4
+)
+
+
+@given(guesses, st.lists(st.tuples(st.integers(0, 6), st.floats(0.05, 0.95)), max_size=8), st.integers(1, 12))
+def test_joined_trees_are_trees(rows: list[dict[int, float]], found: list[tuple[int, float]], nodes: int) -> None:
+    """No sibling twice, parents first, at most the nodes allowed, nothing deeper than its source reaches."""
+    ordered = [dict(sorted(row.items(), key=lambda item: -item[1])) for row in rows]
+    lookup = Continuation([token for token, _ in found], [chance for _, chance in found], 3) if found else None
+    draft = plan(DraftRequest(heads(*ordered), nodes, len(rows), lookup=lookup, longest=6))
+    assert len(draft.tokens) <= nodes
+    assert len(paths(draft)) == len(draft.tokens)
+    assert all(parent <= row for row, parent in enumerate(draft.parents))
+    chain = tuple(token for token, _ in found)
+    for row, path in enumerate(_ordered(draft), start=1):
+        assert len(path) <= (6 if row in draft.from_lookup else len(rows))
+        if row in draft.from_lookup:
+            assert path == chain[: len(path)]
