@@ -19,7 +19,8 @@ class DecodingReport(Struct):
     """Extension: how the request was decoded, over all its sequences, and why that way.
 
     ``accepted_tokens_per_step`` counts every emitted token, so vanilla decoding has 1. ``speedup_estimate`` is against
-    vanilla decoding in the same batch. ``lossless`` false: the answer may differ from vanilla decoding's.
+    vanilla decoding in the same batch. ``accepted_lookup_tokens``: of the accepted ones, those found in the text itself
+    rather than guessed by heads. ``lossless`` false: the answer may differ from vanilla decoding's.
     ``adapted_from``: the model that the served one was adapted from together with its heads; the answer is the adapted
     model's.
     """
@@ -31,6 +32,7 @@ class DecodingReport(Struct):
     accepted_tokens_per_step: float
     drafted_tokens: int
     accepted_draft_tokens: int
+    accepted_lookup_tokens: int
     speedup_estimate: float
     lossless: bool
     reason: str

@@ -52,6 +52,7 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
             method="medusa",
             num_heads=heads,
             tree=tree,
+            lookup=options.lookup is not False,
             acceptance=options.acceptance or "exact",
             rule=CLIENT_RULE if asked else DEFAULT_RULE,
             reason=f"the request set {', '.join(asked)}"
@@ -81,6 +82,7 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
         num_heads=heads,
         tree=tree,
         max_nodes=nodes,
+        lookup=decision.lookup if options.lookup is None else options.lookup,
         acceptance=options.acceptance or decision.acceptance,
         rule=CLIENT_RULE,
         reason="; ".join([f"the request set {', '.join(asked)}", *_shown(decision)]),
@@ -136,6 +138,7 @@ def _as_decided(options: DecodingOptions, decision: Decision) -> DecodingPlan:
         num_heads=decision.num_heads,
         tree=decision.tree,
         max_nodes=decision.max_nodes,
+        lookup=decision.lookup and options.lookup is not False,
         acceptance=acceptance,
         rule=decision.rule,
         reason=decision.reason,
@@ -176,6 +179,11 @@ def _vanilla_by_request(options: DecodingOptions, decision: Decision | None) -> 
         raise InvalidRequest(
             "'decoding.acceptance' must be exact with method vanilla, which drafts nothing.",
             param="decoding.acceptance",
+        )
+    if options.lookup:
+        raise InvalidRequest(
+            "'decoding.lookup' has no effect with method vanilla, which drafts nothing; leave it out.",
+            param="decoding.lookup",
         )
     reasons = ["the request set method", *(_shown(decision) if decision else ())]
     return DecodingPlan(

@@ -75,6 +75,7 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
         accepted_tokens_per_step=round(emitted / steps, 4) if steps else 0.0,
         drafted_tokens=sum(each.drafted_tokens for each in stats),
         accepted_draft_tokens=sum(each.accepted_draft_tokens for each in stats),
+        accepted_lookup_tokens=sum(each.accepted_lookup_tokens for each in stats),
         speedup_estimate=round(weighted / steps, 4) if steps else 1.0,
         lossless=plan.acceptance == "exact" and all(each.lossless for each in stats),
         reason="; ".join(dict.fromkeys(reason for reason in reasons if reason)),

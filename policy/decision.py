@@ -42,6 +42,7 @@ class Decision:
     client_temperature: float | None
     deadline_s: float | None
     client_override: bool
+    lookup: bool
     most_heads: int
     most_nodes: int
     rule: str
@@ -71,6 +72,7 @@ class Decision:
             "client_temperature": self.client_temperature,
             "deadline_s": self.deadline_s,
             "client_override": self.client_override,
+            "lookup": self.lookup,
             "most_heads": self.most_heads,
             "most_nodes": self.most_nodes,
             "rule": self.rule,
@@ -113,6 +115,7 @@ def decide(spec: PolicySpec, stats: LiveStats, facts: RequestFacts, now: float, 
         client_temperature=facts.temperature,
         deadline_s=settings.deadline_s,
         client_override=settings.client_override,
+        lookup=settings.lookup and method == "medusa",
         most_heads=min(settings.max_heads, facts.model_heads),
         most_nodes=settings.nodes.high,
         rule=rule,

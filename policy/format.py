@@ -79,6 +79,7 @@ _RULE_FIELDS: dict[str, Kind] = {
     "temperature": _TEMPERATURE,
     "deadline": Duration(0.001, 86_400),
     "client_override": Flag(),
+    "lookup": Flag(),
 }
 # Measuring is by class, so what steers it can't depend on the rule that one request happened to match.
 _CLASS_FIELDS: dict[str, Kind] = {**_RULE_FIELDS, "control": Share(0.5), "fallback": _FALLBACK}
@@ -232,6 +233,7 @@ def _merged(source: Source, parts: list[Part]) -> Settings:
         temperature=TemperatureLimits(temperature.get("default"), temperature.get("min"), temperature.get("max")),
         deadline_s=fields.get("deadline"),
         client_override=fields.get("client_override", own.client_override),
+        lookup=fields.get("lookup", own.lookup),
         control=fields.get("control", own.control),
         fallback=FallbackSettings(
             min_speedup=fallback.get("min_speedup", own.fallback.min_speedup),

@@ -67,6 +67,7 @@ class FallbackSettings:
 class Settings:
     """Everything that a decision depends on, for one class under one rule.
 
+    ``lookup``: whether candidates are also taken from what followed the same tokens earlier in the text.
     ``control``: the share of requests that decode vanilla so that the predicted speedup is checked against truth.
     """
 
@@ -79,6 +80,7 @@ class Settings:
     temperature: TemperatureLimits = TemperatureLimits()
     deadline_s: float | None = None
     client_override: bool = True
+    lookup: bool = True
     control: float = 0.0
     fallback: FallbackSettings = FallbackSettings()
 

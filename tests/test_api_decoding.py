@@ -28,6 +28,7 @@ REPORT_FIELDS = {
     "accepted_tokens_per_step",
     "drafted_tokens",
     "accepted_draft_tokens",
+    "accepted_lookup_tokens",
     "speedup_estimate",
     "lossless",
     "reason",
