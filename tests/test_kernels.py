@@ -49,9 +49,9 @@ def poison(runner: ModelRunner) -> None:
         runner._k_pool.fill_(torch.nan)
         runner._v_pool.fill_(torch.nan)
     else:
-        for pools in runner._pools:  # type: ignore[attr-defined]
-            for pool in pools:
-                pool.fill_(torch.nan)
+        for keys, values in runner._pools.values():  # type: ignore[attr-defined]
+            keys.fill_(torch.nan)
+            values.fill_(torch.nan)
 
 
 def alone(runner: ModelRunner, tokens: tuple[int, ...]) -> torch.Tensor:

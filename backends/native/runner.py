@@ -19,6 +19,7 @@ from backends.batch import PAGE_SIZE, StepBatch
 from backends.follow import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads import MedusaHeads
 from backends.native import library as lib
+from backends.native.arena import WeightArena
 from backends.runner import Proposals, RowSampling
 from backends.tree import CandidateTree
 
@@ -88,13 +89,14 @@ class NativeRunner:
         self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
         self._is_bf16 = int(self.dtype == torch.bfloat16)
         self._kept: list[torch.Tensor] = []  # tensors that C structures point into
+        self.arena = WeightArena()
         head_dim, kv_heads = _head_dim(config), config.num_key_value_heads
         scratch_pages = -(-max_rows // PAGE_SIZE)
         pool = (config.num_hidden_layers, num_pages + scratch_pages, kv_heads * head_dim * PAGE_SIZE)
         layers = (lib.Layer * pool[0])(*(self._layer(layer) for layer in model.model.layers))
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(max_context)[None])
         self.embeddings: torch.Tensor = model.model.embed_tokens.weight.detach().contiguous()
-        self._lm_head = pack(model.lm_head.weight.detach())
+        self._lm_head = self.arena.keep(pack(model.lm_head.weight.detach()))
         self._vocab_padded = self._lm_head.shape[0] * LANES
         self._k_pool = torch.zeros(pool, dtype=self.dtype)
         self._v_pool = torch.zeros(pool, dtype=self.dtype)
@@ -209,11 +211,13 @@ class NativeRunner:
         biases = [projection.bias for projection in projections]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         return lib.Layer(
-            qkv=self._pointer(pack(torch.cat([projection.weight.detach() for projection in projections]))),
-            o=self._pointer(pack(attention.o_proj.weight.detach())),
+            qkv=self._pointer(
+                self.arena.keep(pack(torch.cat([projection.weight.detach() for projection in projections])))
+            ),
+            o=self._pointer(self.arena.keep(pack(attention.o_proj.weight.detach()))),
             # Gate and up units alternate, so that one chunk of columns holds both operands of the product.
-            gate_up=self._pointer(torch.stack([gate, up], dim=1).contiguous()),
-            down=self._pointer(pack(mlp.down_proj.weight.detach())),
+            gate_up=self._pointer(self.arena.keep(torch.stack([gate, up], dim=1).contiguous())),
+            down=self._pointer(self.arena.keep(pack(mlp.down_proj.weight.detach()))),
             attention_norm=self._float(layer.input_layernorm.weight),
             mlp_norm=self._float(layer.post_attention_layernorm.weight),
             qkv_bias=None if biases[0] is None else self._float(torch.cat(biases)),
@@ -243,6 +247,7 @@ class NativeHeads:
             packed = pack(rows)
         assert heads.up.bias is not None
         bias = heads.up.bias.detach().to(torch.float32).flatten().contiguous()
+        up, down, packed = (runner.arena.keep(weight) for weight in (up, down, packed))
         self._kept = (up, down, packed, bias)
         self._vocab_padded = packed.shape[0] * LANES
         self._struct = lib.Heads(
