@@ -57,7 +57,7 @@ class CounterBook:
 
 def _count_hits(counters: DecodeCounters, emitted: list[int], proposals: Proposals) -> None:
     """Attempts and hits by head, along the emitted tokens as far as guesses follow them."""
-    following, siblings = proposals.following(), 0
+    siblings = 0
     for head, token in enumerate(emitted):
         if siblings < 0:
             return
@@ -70,4 +70,4 @@ def _count_hits(counters: DecodeCounters, emitted: list[int], proposals: Proposa
         if rank is not None:
             counters.hits[head][rank] += 1
         # A list that follows every guess follows a missed one too.
-        siblings = following[siblings][rank or 0] if rank is not None or proposals.below is None else -1
+        siblings = proposals.following(siblings)[rank or 0] if rank is not None or proposals.below is None else -1

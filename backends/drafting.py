@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from backends.cost import StepCost
 from backends.lookup import Continuation
@@ -65,7 +65,6 @@ def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
     ranks = request.proposals.tokens.shape[1]
     draft = Draft()
     tokens, probabilities = request.proposals.tokens, request.proposals.probabilities
-    following = request.proposals.following()
     # Of the nodes taken: row, survival, and the list of guesses below.
     taken: dict[tuple[int, ...], tuple[int, float, int]] = {(): (0, 1.0, 0)}
     for path in request.tree.nodes:
@@ -82,7 +81,7 @@ def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
         survival *= float(probabilities[siblings, rank])
         draft.expected += survival
         draft.expected_of_heads += survival
-        taken[path] = (len(draft.tokens), survival, following[siblings][rank])
+        taken[path] = (len(draft.tokens), survival, request.proposals.following(siblings)[rank])
     return draft
 
 
@@ -120,8 +119,7 @@ def plan_drafts(
     return drafts
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     survival: float
     depth: int
     siblings: int  # the list of guesses it comes from
@@ -131,30 +129,42 @@ class _Node:
     above: float  # survival of the parent
 
 
-class _Search:
-    """Best-first enumeration of one sequence's nodes; :meth:`take` opens the next sibling and the first child."""
+class _Guesses(NamedTuple):
+    """A list of siblings, best first: ``below[rank]`` is the list that follows a guess, -1 for none."""
 
-    __slots__ = ("_depth", "_following", "_looked_up", "_nodes", "_probabilities", "_tokens", "taken")
+    tokens: list[int]
+    probabilities: list[float]
+    below: list[int]
+
+
+_NO_GUESSES = _Guesses([], [], [])
+
+
+class _Search:
+    """Best-first enumeration of one sequence's nodes; :meth:`take` opens the next sibling and the first child.
+
+    Lists of guesses are unpacked when they are first looked at: of many sequences few nodes are taken.
+    """
+
+    __slots__ = ("_depth", "_lists", "_looked_up", "_nodes", "_proposals", "_trust", "taken")
 
     def __init__(self, request: DraftRequest) -> None:
-        self._probabilities: list[list[float]] = []
-        self._tokens: list[list[int]] = []
-        self._following: list[list[int]] = []
-        if request.proposals is not None:
-            scaled: NDArray[np.float32] = np.minimum(request.proposals.probabilities * request.trust, 1.0)
-            self._probabilities = scaled.tolist()
-            self._tokens = request.proposals.tokens.tolist()
-            self._following = request.proposals.following()
+        self._proposals, self._trust = request.proposals, request.trust
+        self._lists: dict[int, _Guesses] = {}
         self._depth = request.max_depth
         self._nodes = request.max_nodes
         self._looked_up: dict[int, int] = {}  # list of guesses -> the token that was looked up
         self.taken = 0
         if request.lookup is not None:
-            longest = request.max_depth if request.longest is None else request.longest
-            self._join(request.lookup, longest)
+            self._join(request.lookup, request.max_depth if request.longest is None else request.longest)
 
     def first(self) -> _Node | None:
-        return self._node(1, 0, 0, 0, 1.0) if self._nodes > 0 and self._tokens else None
+        if self._nodes <= 0 or self._depth <= 0:
+            return None
+        if self._lists or self._proposals is None:
+            return self._node(1, 0, 0, 0, 1.0)
+        survival = min(self._proposals.probabilities.item(0) * self._trust, 1.0)
+        return _Node(survival, 1, 0, 0, self._proposals.tokens.item(0), 0, 1.0) if survival > 0.0 else None
 
     @property
     def full(self) -> bool:
@@ -164,7 +174,7 @@ class _Search:
         self.taken += 1
         if self.full:
             return []
-        below = self._following[node.siblings][node.rank]
+        below = self._guesses(node.siblings).below[node.rank]
         opened = (
             self._node(node.depth, node.siblings, node.rank + 1, node.parent_row, node.above),
             self._node(node.depth + 1, below, 0, self.taken, node.survival),
@@ -174,57 +184,55 @@ class _Search:
     def from_lookup(self, node: _Node) -> bool:
         return self._looked_up.get(node.siblings) == node.token
 
+    def _guesses(self, index: int) -> _Guesses:
+        found = self._lists.get(index)
+        if found is None:
+            found = self._lists[index] = self._unpacked(index)
+        return found
+
+    def _unpacked(self, index: int) -> _Guesses:
+        proposals = self._proposals
+        if proposals is None or not 0 <= index < len(proposals.tokens):
+            return _NO_GUESSES
+        probabilities = proposals.probabilities[index]
+        if self._trust != 1.0:
+            probabilities = np.minimum(probabilities * self._trust, 1.0)
+        return _Guesses(proposals.tokens[index].tolist(), probabilities.tolist(), proposals.following(index))
+
     def _join(self, lookup: Continuation, longest: int) -> None:
         """Put the looked-up tokens among the heads' guesses, each in a list of its own path."""
-        above: tuple[int, int] | None = None  # list and rank that the next token follows
+        fresh = 0 if self._proposals is None else len(self._proposals.tokens)
+        index, heads_list = 0, 0
         for depth, (token, chance) in enumerate(zip(lookup.tokens, lookup.chances, strict=True)):
             if depth >= longest:
                 return
-            heads_list = 0 if above is None else self._following[above[0]][above[1]]
-            if 0 <= heads_list < len(self._tokens) and depth < self._depth:
-                guesses = list(
-                    zip(
-                        self._tokens[heads_list],
-                        self._probabilities[heads_list],
-                        self._following[heads_list],
-                        strict=True,
-                    )
-                )
-            else:
-                guesses = []
+            heads = self._guesses(heads_list) if depth < self._depth else _NO_GUESSES
+            guesses = list(zip(*heads, strict=True))
             known = next((guess for guess in guesses if guess[0] == token), (token, 0.0, -1))
             if known[1] < chance:
                 # The heads' other guesses share what is left.
-                left = (1.0 - chance) / max(1.0 - known[1], 1e-6)
-                guesses = [(t, p * min(left, 1.0), below) for t, p, below in guesses if t != token]
+                left = min((1.0 - chance) / max(1.0 - known[1], 1e-6), 1.0)
+                guesses = [(t, p * left, below) for t, p, below in guesses if t != token]
                 guesses.append((token, chance, known[2]))
                 guesses.sort(key=lambda guess: -guess[1])
-            index = self._place(guesses, above)
-            if known[1] < chance:
                 self._looked_up[index] = token
-            above = index, next(rank for rank, guess in enumerate(guesses) if guess[0] == token)
-
-    def _place(self, guesses: list[tuple[int, float, int]], above: tuple[int, int] | None) -> int:
-        """A list that only this path leads to; list 0 is such a one already."""
-        columns = [list(column) for column in zip(*guesses, strict=True)]
-        if above is None and self._tokens:
-            self._tokens[0], self._probabilities[0], self._following[0] = columns
-            return 0
-        self._tokens.append(columns[0])
-        self._probabilities.append(columns[1])
-        self._following.append(columns[2])
-        index = len(self._tokens) - 1
-        if above is not None:
-            self._following[above[0]][above[1]] = index
-        return index
+            # The next token's list follows this path only, whatever else the heads' list follows.
+            fresh += 1
+            below = [fresh if guess[0] == token else guess[2] for guess in guesses]
+            self._lists[index] = _Guesses([guess[0] for guess in guesses], [guess[1] for guess in guesses], below)
+            index, heads_list = fresh, known[2]
+            self._lists[index] = _NO_GUESSES
 
     def _node(self, depth: int, siblings: int, rank: int, parent_row: int, above: float) -> _Node | None:
-        if siblings < 0 or rank >= len(self._tokens[siblings]):
+        if siblings < 0:
             return None
-        token = self._tokens[siblings][rank]
+        guesses = self._guesses(siblings)
+        if rank >= len(guesses.tokens):
+            return None
+        token = guesses.tokens[rank]
         if depth > self._depth and self._looked_up.get(siblings) != token:
             return None
-        survival = above * self._probabilities[siblings][rank]
+        survival = above * guesses.probabilities[rank]
         if survival <= 0.0:
             return None
         return _Node(survival, depth, siblings, rank, token, parent_row, above)

@@ -95,12 +95,12 @@ class PlantedHeads:
         return Proposals(tokens, (probabilities[:, ::-1] / 2).astype(np.float32))
 
     def _plant(self, found: Proposals, context: list[int]) -> Proposals:
-        tokens, following, siblings = found.tokens.copy(), found.following(), 0
+        tokens, siblings = found.tokens.copy(), 0
         for truth in self._continuation(context):
             if self._rng.random() < 0.7 and truth not in tokens[siblings]:
                 tokens[siblings, min(int(self._rng.expovariate(1.0)), tokens.shape[1] - 1)] = truth
             held = np.flatnonzero(tokens[siblings] == truth)
-            siblings = following[siblings][held[0] if len(held) else 0]
+            siblings = found.following(siblings)[held[0] if len(held) else 0]
             if siblings < 0:
                 break
         return Proposals(tokens, found.probabilities, found.below)

@@ -27,12 +27,12 @@ class Proposals:
     probabilities: NDArray[np.float32]
     below: NDArray[np.int32] | None = None
 
-    def following(self) -> list[list[int]]:
-        """``below`` as plain lists, whatever the heads."""
+    def following(self, index: int) -> list[int]:
+        """``below`` of one list, whatever the heads."""
         if self.below is not None:
-            return self.below.tolist()
+            return self.below[index].tolist()
         lists, k = self.tokens.shape
-        return [[index + 1 if index + 1 < lists else -1] * k for index in range(lists)]
+        return [index + 1 if index + 1 < lists else -1] * k
 
 
 @dataclass(frozen=True, slots=True)
