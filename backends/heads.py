@@ -17,6 +17,10 @@ heads of the Medusa paper (Cai et al., 2024, section 2.1) the block also sees th
 before anything is drafted (the idea of Hydra, Ankner et al., 2024, without its sequential part), and the output
 projection is the backbone's own ``lm_head``, cut down to frequent tokens (FR-Spec, Zhao et al., 2025).
 
+``medusa-gateway/2`` has the same tensors for *sequential* heads (Hydra's sequential part; as in EAGLE, Li et al., 2024,
+a chain of states, but without attention): head ``i`` is fed the state of head ``i - 1`` and the embedding of the token
+chosen from it instead of the backbone's state and the pending token.
+
 Other flavours of checkpoints are not read here.
 """
 
