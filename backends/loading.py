@@ -18,6 +18,7 @@ from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine import Engine
 from backends.engine_core import EngineConfig, EngineCore, Observer
 from backends.follow import fullest_tree
+from backends.gate import DraftGate
 from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner

@@ -6,6 +6,7 @@ vocabulary: its own, one that all heads share, or the backbone's ``lm_head``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from backends.runner import ModelRunner, Proposals
+from backends.tree import CandidateTree
 
 _ROW_MULTIPLE = 4
 
@@ -107,7 +109,13 @@ class TorchHeads:
         return out if heads.logit_scale == 1.0 else out * heads.logit_scale
 
     @torch.inference_mode()
-    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int) -> list[Proposals]:
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        contexts: list[list[int]],
+        k: int,
+        trees: Sequence[CandidateTree | None] = (),
+    ) -> list[Proposals]:
         logits = self.logits(hidden)
         best = logits.topk(min(k, logits.shape[-1]), dim=-1)
         probabilities = torch.exp(best.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
