@@ -198,6 +198,7 @@ def derived_files() -> dict[Path, str]:
         CHART / "values.schema.json": json.dumps(with_kubernetes_types(values_schema()), indent=2) + "\n",
         readme: TABLE.sub(lambda _: values_table(), readme.read_text()),
         CHART / "files" / "alert-rules.yaml": rules.getvalue(),
+        CHART / "files" / "dashboard.json": (ROOT / "telemetry" / "assets" / "grafana-dashboard.json").read_text(),
         CHART / "files" / "policy.yaml": (ROOT / "policy" / "assets" / "default.yaml").read_text(),
     }
 

@@ -164,6 +164,13 @@ def test_alert_rules_are_those_that_the_gateway_prints() -> None:
     assert [group["name"] for group in own["spec"]["groups"]] == ["own"]
 
 
+def test_the_dashboard_is_the_gateways() -> None:
+    shown = render(CASES["ha"]).one("ConfigMap", "-dashboard")
+    original = (CHART.parent / "telemetry" / "assets" / "grafana-dashboard.json").read_text()
+    assert shown["data"] == {"medusa-gateway.json": original}
+    assert shown["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
 def test_nothing_of_an_operator_unless_asked_for() -> None:
     assert not NOT_KUBERNETES & {document["kind"] for _, document in render().documents}
 
