@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from argparse import Namespace
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from cloudcoil.models.prometheus_operator import v1 as operator
+from gateway.auth.keyfile import parse_keys
 
 from gateway import server
 from gateway.cli import build_parser
@@ -139,9 +141,9 @@ def test_operator_resources() -> None:
     monitor = operator.ServiceMonitor.model_validate(rendered.one("ServiceMonitor"))
     assert monitor.spec is not None
     (endpoint,) = monitor.spec.endpoints
-    (port,) = rendered.one("Service")["spec"]["ports"]
+    (port,) = rendered.one("Service", "-admin")["spec"]["ports"]
     assert (endpoint.port, endpoint.path, endpoint.interval) == (port["name"], "/metrics", "15s")
-    labels = rendered.one("Service")["metadata"]["labels"]
+    labels = rendered.one("Service", "-admin")["metadata"]["labels"]
     assert (monitor.spec.selector.match_labels or {}).items() <= labels.items()
     assert rendered.one("ServiceMonitor")["metadata"]["labels"]["release"] == "prometheus"
 
@@ -218,16 +220,14 @@ def test_selectors_choose_their_pods_and_no_others(rendered: Rendered) -> None:
 
 def test_ports_agree(rendered: Rendered) -> None:
     gateway = rendered.gateway
-    (port,) = gateway["ports"]
-    assert served(rendered).port == port["containerPort"]
+    ports = {port["name"]: port["containerPort"] for port in gateway["ports"]}
+    assert (served(rendered).port, served(rendered).admin_port) == (ports["http"], ports["admin"])
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-        assert gateway[probe]["httpGet"]["port"] == port["name"]
+        assert gateway[probe]["httpGet"]["port"] == "http"
     for policy in rendered.all("NetworkPolicy"):
         (pod,) = chosen(policy["spec"]["podSelector"]["matchLabels"], rendered)
-        (rule,) = policy["spec"]["ingress"]
-        assert [each["port"] for each in rule["ports"]] == [
-            each["containerPort"] for each in pod["containers"][0]["ports"]
-        ]
+        opened = [port["port"] for rule in policy["spec"]["ingress"] for port in rule["ports"]]
+        assert opened == [each["containerPort"] for each in pod["containers"][0]["ports"]]
 
 
 def test_every_mount_has_its_volume_and_every_volume_its_mount(rendered: Rendered) -> None:
@@ -480,6 +480,46 @@ def test_neither_admin_nor_metrics_leave_the_cluster() -> None:
     assert rule["timeouts"] == {"request": "0s"}, "a stream may take its time"
     (port,) = rendered.one("Service")["spec"]["ports"]
     assert rule["backendRefs"] == [{"name": "demo-medusa-gateway", "port": port["port"]}]
+
+
+def test_the_administrators_port_has_a_service_of_its_own() -> None:
+    """One that stays inside the cluster, whatever the type of the other."""
+    rendered = render(CASES["url"])
+    assert rendered.one("Service")["spec"]["type"] == "LoadBalancer"
+    assert [port["name"] for port in rendered.one("Service")["spec"]["ports"]] == ["http"]
+    assert "type" not in rendered.one("Service", "-admin")["spec"]
+    ingress = render(CASES["ha"]).one("NetworkPolicy")["spec"]["ingress"]
+    rules = {rule["ports"][0]["port"]: rule["from"] for rule in ingress}
+    assert "monitoring" in json.dumps(rules[8081])
+    assert "monitoring" not in json.dumps(rules[8080])
+
+
+def test_the_generated_key_is_in_the_key_file() -> None:
+    rendered = render()
+    data = {name: b64decode(value) for name, value in rendered.one("Secret", "-api-keys")["data"].items()}
+    key = parse_keys(data["keys.yaml"], "keys.yaml").find(data["api-key"].decode())
+    assert key is not None
+    assert (key.name, key.scopes, key.disabled) == ("initial", {"inference", "admin"}, False)
+    assert data["api-key"] != b64decode(render().one("Secret", "-api-keys")["data"]["api-key"])
+    # The gateway gets the digests; the check of `helm test` the key.
+    pod = rendered.one("Deployment")["spec"]["template"]["spec"]
+    (volume,) = [each["secret"] for each in pod["volumes"] if each["name"] == "keys"]
+    assert [each["path"] for each in volume["items"]] == [Path(served(rendered).api_keys).name]
+    (test,) = rendered.all("Pod")
+    (variable,) = test["spec"]["containers"][0]["env"]
+    assert variable["valueFrom"]["secretKeyRef"] == {"name": volume["secretName"], "key": "api-key"}
+
+
+def test_whoever_may_ask_is_told_to_the_gateway() -> None:
+    default = served(render())
+    (mount,) = [each for each in render().gateway["volumeMounts"] if each["name"] == "keys"]
+    assert (default.api_keys, default.insecure_no_auth) == (f"{mount['mountPath']}/keys.yaml", False)
+    assert "subPath" not in mount, "which would keep edits from a running pod"
+    own = served(render(CASES["bundled"]))
+    assert (own.api_keys, own.insecure_no_auth) == ("/etc/medusa-gateway/keys/team.yaml", False)
+    nobody = served(render(CASES["url"]))
+    assert (nobody.api_keys, nobody.insecure_no_auth) == (None, True)
+    assert served(render(CASES["sentinel"])).cors_origin == ["https://chat.example.com"]
 
 
 def test_the_password_of_the_bundled_redis() -> None:

@@ -85,6 +85,8 @@ def test_values_outside_the_schema(path: str, value: Any, told: str) -> None:
         ({"replicaCount": 2}, "set redis.mode to bundled or external"),
         ({"autoscaling": {"enabled": True}}, "there may be 6 pods"),
         ({"autoscaling": {"enabled": True, "minReplicas": 9}, "redis": {"mode": "bundled"}}, "minReplicas (9) is over"),
+        ({"auth": {"mode": "secret"}}, "set auth.secret.name"),
+        ({"auth": {"secret": {"name": "a"}}}, "auth.secret.name is set, but auth.mode is generated"),
         ({"rollout": {"maxSurge": 0}}, "no pod could ever be replaced"),
         ({"policy": {"content": "version: 1", "existingConfigMap": "x"}}, "give the policy in one place"),
         ({"backends": {"content": "version: 1", "existingConfigMap": "x"}}, "give the backends in one place"),
@@ -169,6 +171,7 @@ OTHER = {
     "extraVolumes": [{"name": "other", "emptyDir": {}}],
     "extraVolumeMounts": [{"name": "other", "mountPath": "/other"}],
     "networkPolicy.allowFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
+    "networkPolicy.adminFrom": [{"ipBlock": {"cidr": "10.0.0.0/8"}}],
     "networkPolicy.extraEgress": [{"ports": [{"port": 4318}]}],
     "resources": {"limits": {"memory": "9Gi"}},
     "redis.bundled.resources": {"limits": {"memory": "9Gi"}},
@@ -209,8 +212,8 @@ def others(path: str, schema: dict[str, Any], value: Any) -> list[Any]:
     return [each for each in GUESSES if each != value and allowed.is_valid(each)]
 
 
-# Redis' password is drawn anew by every rendering.
-DRAWN = re.compile(r"^  password: \w+=*$", re.MULTILINE)
+# Redis' password and the API key are drawn anew by every rendering.
+DRAWN = re.compile(r"^  (password|api-key|keys\.yaml): \S+$", re.MULTILINE)
 
 
 def outcome(values: dict[str, Any]) -> str:

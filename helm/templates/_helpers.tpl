@@ -103,6 +103,14 @@ fsGroupChangePolicy: OnRootMismatch
 {{- end }}
 {{- end }}
 
+{{- define "medusa-gateway.keysSecret" -}}
+{{- ternary .Values.auth.secret.name (printf "%s-api-keys" (include "medusa-gateway.fullname" .)) (eq .Values.auth.mode "secret") }}
+{{- end }}
+
+{{- define "medusa-gateway.keysFile" -}}
+{{- ternary .Values.auth.secret.key "keys.yaml" (eq .Values.auth.mode "secret") }}
+{{- end }}
+
 {{/* Empty: one engine, which model describes. */}}
 {{- define "medusa-gateway.backendsConfigMap" -}}
 {{- if .Values.backends.existingConfigMap }}{{ .Values.backends.existingConfigMap }}

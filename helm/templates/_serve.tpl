@@ -3,7 +3,17 @@
 - serve
 - {{ printf "--host=%s" .Values.listenAddress | quote }}
 - --port=8080
-- --insecure-allow-remote
+# /admin and /metrics have a port of their own, which no Ingress leads to.
+- {{ printf "--admin-host=%s" .Values.listenAddress | quote }}
+- --admin-port=8081
+{{- if eq .Values.auth.mode "none" }}
+- --insecure-no-auth
+{{- else }}
+- --api-keys=/etc/medusa-gateway/keys/{{ include "medusa-gateway.keysFile" . }}
+{{- end }}
+{{- range .Values.auth.corsOrigins }}
+- {{ printf "--cors-origin=%s" . | quote }}
+{{- end }}
 {{- include "medusa-gateway.modelArgs" . }}
 {{- if not (include "medusa-gateway.backendsConfigMap" .) }}
 {{- with .Values.model }}

@@ -10,6 +10,12 @@
 {{- if and (eq (toString .Values.rollout.maxSurge) "0") (eq (toString .Values.rollout.maxUnavailable) "0") }}
 {{- fail "rollout.maxSurge and rollout.maxUnavailable are both 0, so no pod could ever be replaced: raise one of them" }}
 {{- end }}
+{{- if and (eq .Values.auth.mode "secret") (not .Values.auth.secret.name) }}
+{{- fail "auth.mode is secret: set auth.secret.name to the Secret that holds the key file (make one with 'medusa-gateway keys new')" }}
+{{- end }}
+{{- if and (ne .Values.auth.mode "secret") .Values.auth.secret.name }}
+{{- fail (printf "auth.secret.name is set, but auth.mode is %s: set it to secret" .Values.auth.mode) }}
+{{- end }}
 {{- if and .Values.policy.content .Values.policy.existingConfigMap }}
 {{- fail "policy.content and policy.existingConfigMap are both set: give the policy in one place" }}
 {{- end }}
