@@ -17,9 +17,9 @@ import kubernetes_validate
 import pytest
 import yaml
 from cloudcoil.models.prometheus_operator import v1 as operator
-from gateway.auth.keyfile import parse_keys
 
 from gateway import server
+from gateway.auth.keyfile import parse_keys
 from gateway.cli import build_parser
 from gateway.commands import serve
 from gateway.controller import FLUSH_PATIENCE_S
