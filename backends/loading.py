@@ -22,6 +22,7 @@ from backends.gate import DraftGate
 from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
+from backends.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
 from backends.runner import HeadsRunner, ModelRunner
 from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
 from backends.tiny_architectures import tiny_architecture
@@ -46,7 +47,8 @@ class EngineOptions:
     """What ``medusa-gateway serve`` can set. ``model`` None: the demo model; "tiny-random": a random one, for tests;
     "auto" and None: chosen here.
 
-    ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers".
+    ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers". ``quantize``: weights of
+    the linear layers, "int8" or "int4"; None: as they are.
     """
 
     model: str | None = None
@@ -59,6 +61,7 @@ class EngineOptions:
     kv_tokens: int | None = None
     runner: str = "auto"
     threads: int | None = None
+    quantize: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,26 +120,47 @@ def load_parts(options: EngineOptions) -> ModelParts:
     from transformers.utils import logging as transformers_logging
 
     if options.model is not None and options.model.split(":")[0] == TINY_MODEL_NAME:
-        return _tiny_parts(options.model, options.served_name, _dtype(options.dtype, torch.device("cpu")))
+        return _tiny_parts(options, _dtype(options.dtype, torch.device("cpu")))
     transformers_logging.disable_progress_bar()
     folder = str(prepare_demo_model()) if options.model is None else options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
     # Known before gigabytes of weights are loaded.
-    if reason := refusal(AutoConfig.from_pretrained(folder), options.max_model_len):
+    config = AutoConfig.from_pretrained(folder)
+    if reason := refusal(config, options.max_model_len):
         raise UnsupportedModel(reason)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.to(device).eval()
+    check_quantization(options.quantize, config, device, dtype)
+    if checkpoint_method(config) is None:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model.to(device)
+    else:
+        # Packed weights are made where they are to stay.
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
+    model.eval()
     tokenizer = HfTokenizer.from_pretrained(folder)
-    return ModelParts(model, tokenizer, _load_heads(options, folder, BackboneFacts.of(model)), name)
+    # Heads are compared with the weights that they were trained on, so before those are quantised.
+    heads = _load_heads(options, folder, BackboneFacts.of(model))
+    _quantize(model, options)
+    return ModelParts(model, tokenizer, heads, name)
 
 
-def _tiny_parts(asked: str, name: str | None, dtype: torch.dtype) -> ModelParts:
+def _tiny_parts(options: EngineOptions, dtype: torch.dtype) -> ModelParts:
     """Of "tiny-random", or of "tiny-random:ARCHITECTURE"."""
+    asked = options.model or TINY_MODEL_NAME
     architecture = asked.partition(":")[2]
     model = tiny_architecture(architecture, dtype=dtype) if architecture else tiny_model(dtype=dtype)
-    return ModelParts(model, tiny_tokenizer(), LoadedHeads(tiny_heads(), "random", stale=False), name or asked)
+    check_quantization(options.quantize, model.config, torch.device("cpu"), dtype)
+    _quantize(model, options)
+    heads = LoadedHeads(tiny_heads(), "random", stale=False)
+    return ModelParts(model, tiny_tokenizer(), heads, options.served_name or asked)
+
+
+def _quantize(model: Any, options: EngineOptions) -> None:
+    if options.quantize is not None:
+        if options.runner == "native":
+            raise QuantizationError("the native runner runs no quantised weights; leave --runner native out")
+        quantize(model, options.quantize)  # type: ignore[arg-type]
 
 
 def build_core(
@@ -200,7 +224,8 @@ def measure_cost(runner: ModelRunner, heads: HeadsRunner | None) -> StepCost:
 
 def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> NativeRunner | HfRunner:
     sizes = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
-    if options.runner != "transformers" and model.device.type == "cpu":
+    plain = options.quantize is None and checkpoint_method(model.config) is None
+    if plain and options.runner != "transformers" and model.device.type == "cpu":
         try:
             return NativeRunner(model, threads=options.threads, **sizes)
         except NativeUnavailable as error:

@@ -18,6 +18,7 @@ def prove(
     heads: str | None,
     tiny: bool,
     architecture: str | None = None,
+    quantize: str | None = None,
     dtype: str,
     device: str,
     runner: str,
@@ -36,6 +37,7 @@ def prove(
         device=device,
         dtype=dtype,
         runner=runner,
+        quantize=quantize,
         max_model_len=1024,
         # Steps of microseconds are not worth waking a second thread for.
         threads=1 if tiny else None,

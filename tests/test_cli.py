@@ -28,6 +28,7 @@ class EngineOptions:
     max_running: int | None
     served_name: str | None
     kv_tokens: int | None
+    quantize: str | None = None
     threads: int | None = None
 
 

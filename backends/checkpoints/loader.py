@@ -25,11 +25,15 @@ _COMPARED = 64
 
 @dataclass(frozen=True, slots=True)
 class BackboneFacts:
-    """What heads are compared with, taken from a model before it is quantised or taken over by an engine."""
+    """What heads are compared with, taken from a model before it is quantised or taken over by an engine.
+
+    ``quantized``: its checkpoint came so; the weights that heads were trained on can't be seen.
+    """
 
     hidden_size: int
     vocab_size: int
     fingerprint: str
+    quantized: bool
     samples: dict[str, torch.Tensor]
 
     @classmethod
@@ -41,7 +45,8 @@ class BackboneFacts:
             for name, parameter in parameters.named_parameters()
         }
         vocab_size, hidden_size = model.get_output_embeddings().weight.shape
-        return cls(hidden_size, vocab_size, backbone_fingerprint(model), samples)
+        quantized = getattr(model.config, "quantization_config", None) is not None
+        return cls(hidden_size, vocab_size, backbone_fingerprint(model), quantized, samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +130,14 @@ def _load_own(folder: Path, backbone: BackboneFacts) -> LoadedHeads:
     heads = load_heads(folder, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
     config = read_heads_config(folder)
     about = config.get("backbone", {})
-    stale = about.get("fingerprint") != backbone.fingerprint
+    stale = None if backbone.quantized else about.get("fingerprint") != backbone.fingerprint
     return LoadedHeads(heads, config["format"], stale, str(about.get("name", "")), _accuracies(config))
 
 
 def _merged_stale(files: HeadsFiles, backbone: BackboneFacts) -> bool | None:
     """Whether the backbone beside the heads is another one than the one that is served."""
     beside = first_values(files.parts, backbone.samples, _COMPARED)
-    if not beside:
+    if not beside or backbone.quantized:
         return None
     return any(not torch.equal(values, backbone.samples[name]) for name, values in beside.items())
 

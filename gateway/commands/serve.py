@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from gateway.routing.spec import BackendsSpec, EngineSpec
 
 DEFAULT_PORT = 8080
-_ONE_ENGINE = ("model", "heads", "device", "dtype", "served_model_name", "max_model_len", "max_running", "kv_tokens")
+_ONE_ENGINE = (
+    "model",
+    "heads",
+    "device",
+    "dtype",
+    "served_model_name",
+    "max_model_len",
+    "max_running",
+    "kv_tokens",
+    "quantize",
+)
 """The flags that describe one engine; a backends file describes several."""
 
 
@@ -41,6 +51,11 @@ def add_parser(subparsers: Any) -> None:
         "--backends",
         metavar="FILE",
         help="several models, engines and upstreams, instead of the options above (docs/backends.md)",
+    )
+    add(
+        "--quantize",
+        choices=("int8", "int4"),
+        help="weights of the linear layers, through torchao; default: as they are",
     )
     add("--served-model-name", metavar="NAME", help="what clients ask for; default: the model's own name")
 
@@ -187,7 +202,7 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
         return _open_engine(
             served_name=engine.serves,
             threads=engine.threads,
-            **{name: getattr(engine, name) for name in _ONE_ENGINE if name != "served_model_name"},
+            **{name: getattr(engine, name) for name in _ONE_ENGINE if name not in ("served_model_name", "quantize")},
         )
 
     try:

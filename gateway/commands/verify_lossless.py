@@ -24,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help="with --tiny: the random model's architecture (gemma2, phi, gpt-neox, ...), or 'all', one after another",
     )
+    add("--quantize", choices=("int8", "int4"), help="compare on quantised weights (int4: with --dtype bfloat16)")
     add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
     add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
     add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
                     heads=args.heads,
                     tiny=args.tiny,
                     architecture=architecture,
+                    quantize=args.quantize,
                     dtype=dtype,
                     device=args.device,
                     runner=args.runner,
