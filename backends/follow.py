@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from backends.tree import CandidateTree, Path
 
-# Lists followed at each level, and how likely a guess must be. With trees of about eight nodes a fourth list, or one
-# less likely, is all but never drafted from.
-WIDTH = 3
-LEAST_SURVIVAL = 0.04
+# Lists followed at each level, and how likely a guess must be: what comes below a less likely one is all but never
+# worth a row of the next step, and where nothing is likely the heads below need not run at all.
+WIDTH = 2
+LEAST_SURVIVAL = 0.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ def plan_of_tree(tree: CandidateTree, num_heads: int, k: int) -> FollowPlan:
     return FollowPlan(tuple(above), tuple(ranks))
 
 
-def fullest_tree(num_heads: int) -> CandidateTree:
-    """A shape that costs the heads what following the likeliest guesses does at most."""
-    return CandidateTree.from_branching([WIDTH] + [1] * (num_heads - 1))
+def usual_tree(num_heads: int) -> CandidateTree:
+    """A shape that costs the heads about what following the likeliest guesses does: a list at each level."""
+    return CandidateTree.from_branching([1] * num_heads)
 
 
 class GuessLists:

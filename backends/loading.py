@@ -17,7 +17,7 @@ from backends.cost import StepCost, measure
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine import Engine
 from backends.engine_core import EngineConfig, EngineCore, Observer
-from backends.follow import fullest_tree
+from backends.follow import usual_tree
 from backends.gate import DraftGate
 from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
@@ -214,7 +214,7 @@ def measure_cost(runner: ModelRunner, heads: HeadsRunner | None) -> StepCost:
     def propose(sequences: int) -> object:
         assert heads is not None
         hidden = torch.zeros(sequences, runner.hidden_size, dtype=runner.dtype, device=runner.device)
-        return heads.propose(hidden, [[0]] * sequences, 10, [fullest_tree(heads.num_heads)] * sequences)
+        return heads.propose(hidden, [[0]] * sequences, 10, [usual_tree(heads.num_heads)] * sequences)
 
     rows = [size for size in _COST_ROWS if size <= runner.max_rows]
     measure(rows[-1:], forward, time.perf_counter, repeats=1)  # first touch of the memory
