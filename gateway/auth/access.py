@@ -153,11 +153,12 @@ class Access:
 def _refuse_foreign_host(headers: Sequence[tuple[bytes, bytes]]) -> None:
     """A web page can give its own name this machine's address and then ask as if from it (DNS rebinding).
 
-    Its requests still name it as the host; those of programs on this machine say localhost or an address.
+    Its requests still name it as the host; those of programs on this machine say localhost, a short name or an address.
     """
     host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").lower()
     name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
-    if name in ("", "localhost") or name.endswith(".localhost"):
+    # A name without a dot is nobody's on the internet.
+    if ("." not in name and ":" not in name) or name.endswith(".localhost"):
         return
     try:
         ipaddress.ip_address(name.strip("[]"))
