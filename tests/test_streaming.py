@@ -295,6 +295,7 @@ class Scripted:
 class NoTicket:
     on_abort = None
     aborted = False
+    used_tokens: int | None = None
 
     def __init__(self) -> None:
         self.closed = 0
