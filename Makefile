@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu demo-alert bench lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu demo-alert drill bench lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.calibration import Calibration
 from backends.cost import StepCost
 from backends.counters import CounterBook
 from backends.drafting import Draft, DraftRequest, plan_drafts
@@ -94,6 +95,7 @@ class EngineCore:
         self.counters = CounterBook()
         self.samples: deque[StepSample] = deque(maxlen=_MOST_SAMPLES)
         self.gate = gate or DraftGate(cost)
+        self.calibration = Calibration()
         self._pool = PagePool(runner.num_pages)
         self._scratch_base = runner.num_pages * PAGE_SIZE
         self._waiting: deque[Sequence] = deque()
@@ -319,9 +321,10 @@ class EngineCore:
     def _judge(self, step: _Step) -> None:
         """What this step says about drafting in the next: for each sequence, and for batches of this size."""
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
+        heads_ms = step.heads_ms * self.calibration.factor(len(decoded))
         if any(item.proposals is not None for item in decoded):
             accepted = sum(item.of_heads for item in decoded)
-            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=step.heads_ms)
+            self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=heads_ms)
         for item in decoded:
             if item.lookup is not None and item.sequence.lookup is not None:
                 item.sequence.lookup.observe(item.lookup, item.emitted)
@@ -332,7 +335,7 @@ class EngineCore:
                     expected=item.draft.expected_of_heads,
                     accepted=item.of_heads,
                     vanilla_ms=step.vanilla_ms,
-                    step_ms=step.heads_ms,
+                    step_ms=heads_ms,
                 )
 
     def _count(self, step: _Step, began: float) -> None:
@@ -340,7 +343,14 @@ class EngineCore:
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
         ended = self._clock()
         measured_ms = (ended - began) * 1e3
-        extra_ms = step.spent_ms - step.vanilla_ms
+        with_drafts, spent_ms = step.spent_ms > step.vanilla_ms, step.spent_ms
+        if with_drafts:
+            spent_ms *= self.calibration.factor(len(decoded))
+        if decoded and not step.chunks and len(decoded) == len(step.scheduled):
+            self.calibration.observe(
+                len(decoded), drafting=with_drafts, predicted_ms=step.spent_ms, measured_ms=measured_ms
+            )
+        extra_ms = spent_ms - step.vanilla_ms
         weights = [len(item.draft.tokens) or (item.proposals is not None) for item in decoded]
         drafting = sum(weights)
         for item, weight in zip(decoded, weights, strict=True):
@@ -352,7 +362,7 @@ class EngineCore:
             counts.most_nodes = max(counts.most_nodes, drafted)
             counts.medusa_steps += drafted > 0
             counts.vanilla_ms += len(item.emitted) * step.vanilla_ms
-            counts.spent_ms += step.spent_ms
+            counts.spent_ms += spent_ms
             self.counters.add_step(
                 sequence.request.stats_key,
                 rows=1 + drafted,
