@@ -289,6 +289,7 @@ ROWS = [
         "has no effect with method vanilla",
         "decoding.tree",
     ),
+    chat("vanilla with lookup", decoding(method="vanilla", lookup=True), "has no effect", "decoding.lookup"),
     chat("vanilla with heads", decoding(method="vanilla", heads=1), "has no effect", "decoding.heads"),
     chat(
         "vanilla with typical acceptance",

@@ -654,3 +654,25 @@ def test_sampling_params_default_run(kind: str) -> None:
     asked = GenerationRequest("r", PROMPT, SamplingParams(max_tokens=5), DecodingPlan())
     found = decode([asked], runner=shared_runner(kind), heads=ScriptedHeads({}))["r"]
     assert len(found.tokens) <= 5
+
+
+@pytest.mark.parametrize("kind", RUNNERS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_lookup_alone_gives_the_same_answer_in_fewer_steps(kind: str, temperature: float) -> None:
+    """A text that repeats itself, without heads: candidates come from the text, and only if the plan says so."""
+    runner, prompt = shared_runner(kind), [7, 8, 9, 10, 11, 12] * 5
+    plans = {"vanilla": DecodingPlan(method="vanilla"), "on": DecodingPlan(), "off": DecodingPlan(lookup=False)}
+    # A bias keeps the answer to a few tokens, so that it repeats.
+    bias = dict.fromkeys((7, 8, 9), 60.0)
+    requests = [
+        request(name, prompt, plan, max_tokens=60, temperature=temperature, seed=3, logit_bias=bias, ignore_eos=True)
+        for name, plan in plans.items()
+    ]
+    found = decode(requests, runner=runner)
+    for name in ("on", "off"):
+        same_answer(found[name], found["vanilla"])
+    stats = {name: found[name].last.stats for name in plans}
+    assert stats["on"] is not None and stats["off"] is not None
+    assert stats["on"].accepted_lookup_tokens > 10
+    assert stats["on"].accepted_lookup_tokens == stats["on"].accepted_draft_tokens
+    assert stats["off"].drafted_tokens == 0

@@ -21,7 +21,7 @@ from backends.heads import MedusaHeads
 from backends.native import library as lib
 from backends.native.arena import WeightArena
 from backends.runner import Proposals, RowSampling
-from backends.tree import CandidateTree
+from backends.tree import MAX_RANKS, CandidateTree
 
 LANES = 16
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
@@ -277,7 +277,7 @@ class NativeHeads:
             return self._follow(hidden, contexts, k, trees)
         runner, n = self._runner, len(contexts)
         pending = [context[-1] for context in contexts]
-        k = min(k, len(self._draft_ids))
+        k = min(k, MAX_RANKS, len(self._draft_ids))
         hidden = hidden.contiguous()
         block_input = self._heads.block_input(hidden, runner.embeddings[pending]).contiguous()
         rows = self.num_heads * n
@@ -310,7 +310,7 @@ class NativeHeads:
         self, hidden: torch.Tensor, contexts: list[list[int]], k: int, trees: Sequence[CandidateTree | None]
     ) -> list[Proposals]:
         runner, n = self._runner, len(contexts)
-        k = min(k, len(self._draft_ids))
+        k = min(k, MAX_RANKS, len(self._draft_ids))
         hidden = hidden.contiguous()
         plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
         width = max((plan.widest for plan in plans.values()), default=0)
