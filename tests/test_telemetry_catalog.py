@@ -1,4 +1,4 @@
-"""The names of metrics: unique, as Prometheus wants them, and covering what policies may name in alerts."""
+"""The names of metrics: unique, and as Prometheus wants them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from policy.format import METRICS as POLICY_METRICS
 from telemetry.catalog import BY_NAME, METRICS, Metric
 
 
@@ -26,9 +25,8 @@ def test_histograms_and_only_they_have_ascending_buckets(metric: Metric) -> None
     assert list(metric.buckets) == sorted(set(metric.buckets))
 
 
-def test_names_are_unique_and_hold_what_a_policy_may_name() -> None:
+def test_names_are_unique() -> None:
     assert len({metric.prometheus for metric in METRICS}) == len(METRICS) == len(BY_NAME)
-    assert set(POLICY_METRICS) <= set(BY_NAME)
 
 
 def test_latency_is_told_apart_down_to_half_a_millisecond() -> None:
