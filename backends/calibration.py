@@ -15,16 +15,20 @@ _LEAST, _MOST = 0.8, 2.0
 
 @dataclass(slots=True)
 class Calibration:
-    """Measured over predicted time of decode steps, by power of two of decoding sequences, with and without drafts."""
+    """Measured over predicted time of decode steps, by power of two of decoding sequences, with and without drafts.
 
+    Switched off, the table's word stands: for comparisons that other work on the machine must not disturb.
+    """
+
+    enabled: bool = True
     _vanilla: dict[int, float] = field(default_factory=dict)
     _drafting: dict[int, float] = field(default_factory=dict)
     _any_vanilla: float | None = None
 
     def observe(self, sequences: int, *, drafting: bool, predicted_ms: float, measured_ms: float) -> None:
         """A step without prompt rows. One stalled step counts no more than twice what was expected of it."""
-        if measured_ms <= 0.0 or predicted_ms <= 0.0:
-            return  # a clock that stands still
+        if not self.enabled or measured_ms <= 0.0 or predicted_ms <= 0.0:
+            return  # a clock that stands still says nothing
         ratio, bucket = min(max(measured_ms / predicted_ms, 1e-3), 1e3), sequences.bit_length()
         book = self._drafting if drafting else self._vanilla
         known = book.get(bucket)

@@ -139,7 +139,7 @@ def test_the_answer_says_that_the_backbone_changed(trained: Trained):
     engine = Engine(loaded.core, loaded.info)
     try:
         state = GatewayState.create({loaded.info.name: ServedModel(engine, loaded.tokenizer)})
-        with TestClient(create_app(state)) as client:
+        with TestClient(create_app(state), base_url="http://localhost") as client:
             body = {"model": "toy-adapted", "messages": [{"role": "user", "content": sentence(random.Random(5), 2)}]}
             answer = client.post("/v1/chat/completions", json={**body, "max_tokens": 12, "temperature": 0}).json()
             listed = client.get("/v1/models").json()["data"][0]

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from backends.calibration import Calibration
 from backends.cost import StepCost
 from backends.engine_core import EngineCore
 from backends.gate import DraftGate
@@ -289,15 +290,20 @@ def perplexity(backbone: Backbone, prompts: Sequence[Answer], answers: Sequence[
 
 
 def _with_cost(core: EngineCore, cost: StepCost) -> EngineCore:
-    """The same engine under another cost table."""
-    return EngineCore(core.runner, core.heads, core.tokenizer, core.config, cost, time.monotonic, None, DraftGate(cost))
+    """The same engine under another cost table, which is taken at its word."""
+    priced = EngineCore(
+        core.runner, core.heads, core.tokenizer, core.config, cost, time.monotonic, None, DraftGate(cost)
+    )
+    priced.calibration = Calibration(enabled=False)
+    return priced
 
 
 def _decode(
     core: EngineCore, prompts: Sequence[Answer], temperature: float, acceptance: Acceptance, options: AssessOptions
 ) -> _Decoded:
-    """One request at a time: what others draft doesn't weigh in."""
-    plan = DecodingPlan(num_heads=core.heads.num_heads if core.heads else 0, acceptance=acceptance, reason="evaluation")
+    """One request at a time and without lookup: what the heads are worth, and nobody else."""
+    levels = core.heads.num_heads if core.heads else 0
+    plan = DecodingPlan(num_heads=levels, lookup=False, acceptance=acceptance, reason="evaluation")
     answers, stats = [], []
     for number, prompt in enumerate(prompts):
         seed = options.seed * 1_000_003 + number
