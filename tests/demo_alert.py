@@ -34,6 +34,7 @@ PROMPT = "Write a Python function that parses a date, with tests and comments."
 POLICY = """
 version: 1
 defaults:
+  lookup: false # it pays whatever the heads
   fallback: {{min_speedup: 1.0, window: 4s, hold: 10s, probe: 10%}}
 alerts:
   - name: speculation-does-not-pay
