@@ -26,7 +26,6 @@ from policy.parts import (
     refuse_unknown_classes,
     value_node,
 )
-from policy.problems import PolicyError, did_you_mean
 from policy.spec import (
     BUILT_IN_CLASSES,
     FORMAT_VERSION,
@@ -39,7 +38,7 @@ from policy.spec import (
     Settings,
     TemperatureLimits,
 )
-from policy.yaml_source import Source, compose, join, reading_stops
+from policy.yaml_source import Source, join, read_file
 
 
 def _range(low: float, high: float, *, whole: bool = False) -> Block:
@@ -114,19 +113,7 @@ class _Document:
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
     """Read a policy. Raises :class:`PolicyError` with every problem that was found."""
-    root = compose(content, file)
-    source = Source(file)
-    try:
-        document = _read(source, root)
-        spec = _assemble(source, document, _version_of(content))
-    except reading_stops():
-        spec = None
-    except RecursionError:
-        source.complain(root, "", "is nested too deeply, or an alias holds itself")
-        spec = None
-    if source.problems or spec is None:
-        raise PolicyError(file, dict.fromkeys(source.problems))
-    return spec
+    return read_file(content, file, lambda source, root: _assemble(source, _read(source, root), _version_of(content)))
 
 
 def default_policy() -> bytes:
@@ -159,12 +146,7 @@ def _version_of(content: bytes) -> str:
 
 
 def _read(source: Source, root: yaml.Node) -> _Document:
-    nodes: dict[str, yaml.Node] = {}
-    for key_node, key, node in source.items(root, "", "a policy"):
-        if key in _TOP:
-            nodes[key] = node
-        else:
-            source.complain(key_node, key, f"unknown field; {did_you_mean(key, _TOP)}")
+    nodes = source.known_items(root, "a policy", _TOP)
     if "version" in nodes:
         version = source.scalar(nodes["version"], "version", f"{FORMAT_VERSION}")
         if version is not None and (version != FORMAT_VERSION or isinstance(version, (bool, float))):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
-from policy.problems import FileError, PolicyError, Problem
+from policy.problems import FileError, PolicyError, Problem, did_you_mean
+
+T = TypeVar("T")
 
 MAX_BYTES = 1024 * 1024
 # Aliases make a small file mean a huge tree, or an endless one; no policy comes near these.
@@ -90,6 +92,16 @@ class Source:
                 seen[key] = line
                 yield key_node, key, value_node
 
+    def known_items(self, node: yaml.Node, what: str, known: Collection[str]) -> dict[str, yaml.Node]:
+        """The fields at the top of a file, after a complaint about each that is not ``known``."""
+        found: dict[str, yaml.Node] = {}
+        for key_node, key, value_node in self.items(node, "", what):
+            if key in known:
+                found[key] = value_node
+            else:
+                self.complain(key_node, key, f"unknown field; {did_you_mean(key, known)}")
+        return found
+
     def elements(self, node: yaml.Node, path: str, what: str) -> Iterator[tuple[str, yaml.Node]]:
         """(path, node) of every element of a list."""
         self._visit(node, path)
@@ -110,14 +122,33 @@ def join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def compose(
+def read_file(
     content: bytes,
     file: str,
+    read: Callable[[Source, yaml.Node], T],
+    *,
     what: str = "policy",
     shortest: str = "version: 1",
     error_type: type[FileError] = PolicyError,
-) -> yaml.Node:
-    """The root node of a file, which messages call ``what``. Raises ``error_type``."""
+) -> T:
+    """What ``read`` makes of the root node of a file, which messages call ``what``.
+
+    Raises ``error_type`` with every problem that was found.
+    """
+    root = _compose(content, file, what, shortest, error_type)
+    source = Source(file)
+    try:
+        found = read(source, root)
+        if not source.problems:
+            return found
+    except _Stop:
+        pass  # its problem is noted
+    except RecursionError:
+        source.complain(root, "", "is nested too deeply, or an alias holds itself")
+    raise error_type(file, dict.fromkeys(source.problems))
+
+
+def _compose(content: bytes, file: str, what: str, shortest: str, error_type: type[FileError]) -> yaml.Node:
 
     def refuse(line: int, message: str) -> FileError:
         return error_type(file, [Problem(line, "", message)])
@@ -149,8 +180,3 @@ def compose(
         line = documents[1].start_mark.line + 1
         raise refuse(line, f"has a second document after '---'; a {what} is one document")
     return documents[0]
-
-
-def reading_stops() -> type[Exception]:
-    """The exception by which :class:`Source` ends a hopeless reading; its problem is already noted."""
-    return _Stop

@@ -19,8 +19,8 @@ import yaml
 
 from policy.fields import Block, Choice, Flag, Kind, ManyOf, Name, Number
 from policy.limits import MOST_PER_MINUTE, KeyLimits
-from policy.problems import FileError, did_you_mean
-from policy.yaml_source import Source, compose, join, reading_stops
+from policy.problems import FileError
+from policy.yaml_source import Source, join, read_file
 
 KEY_PREFIX = "mgw-"
 DIGEST_PREFIX = "sha256:"
@@ -156,17 +156,7 @@ _TOP = ("version", "keys")
 
 def parse_keys(content: bytes, file: str) -> KeySet:
     """Read a key file. Raises :class:`KeyFileError` with every problem that was found."""
-    root = compose(content, file, "key file", "{version: 1, keys: []}", KeyFileError)
-    source = Source(file)
-    try:
-        keys = _read(source, root)
-    except reading_stops():
-        keys = ()
-    except RecursionError:
-        source.complain(root, "", "is nested too deeply, or an alias holds itself")
-        keys = ()
-    if source.problems:
-        raise KeyFileError(file, dict.fromkeys(source.problems))
+    keys = read_file(content, file, _read, what="key file", shortest="{version: 1, keys: []}", error_type=KeyFileError)
     return KeySet(keys, f"{FORMAT_VERSION}-{hashlib.sha256(content).hexdigest()[:12]}")
 
 
@@ -183,12 +173,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _read(source: Source, root: yaml.Node) -> tuple[ApiKey, ...]:
-    nodes: dict[str, yaml.Node] = {}
-    for key_node, key, value_node in source.items(root, "", "a key file"):
-        if key in _TOP:
-            nodes[key] = value_node
-        else:
-            source.complain(key_node, key, f"unknown field; {did_you_mean(key, _TOP)}")
+    nodes = source.known_items(root, "a key file", _TOP)
     if isinstance(root, yaml.MappingNode):
         for name in _TOP:
             if name not in nodes:

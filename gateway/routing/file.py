@@ -23,8 +23,8 @@ from gateway.routing.spec import (
 )
 from gateway.upstream.breaker import BreakerSettings
 from policy.fields import Block, Choice, Duration, Flag, Kind, ManyOf, Name, Number
-from policy.problems import PolicyError, did_you_mean
-from policy.yaml_source import Source, compose, join, reading_stops
+from policy.problems import did_you_mean
+from policy.yaml_source import Source, join, read_file
 
 _EXAMPLE = "version: 1, backends: [{name: a, kind: engine}]"
 _LABEL = Name(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", "a name of letters, digits, '_', '.' and '-'")
@@ -145,18 +145,10 @@ def parse_backends(content: bytes, file: str) -> BackendsSpec:
 
     Raises :class:`PolicyError` with every problem that was found, each with line, path and fix.
     """
-    root = compose(content, file, "backends file", _EXAMPLE)
-    source = Source(file)
-    spec: BackendsSpec | None = None
-    try:
-        spec = _read(source, root, Path(file).parent)
-    except reading_stops():
-        pass
-    except RecursionError:
-        source.complain(root, "", "is nested too deeply, or an alias holds itself")
-    if source.problems or spec is None:
-        raise PolicyError(file, dict.fromkeys(source.problems))
-    return spec
+    folder = Path(file).parent
+    return read_file(
+        content, file, lambda source, root: _read(source, root, folder), what="backends file", shortest=_EXAMPLE
+    )
 
 
 def json_schema() -> dict[str, Any]:
@@ -172,12 +164,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _read(source: Source, root: yaml.Node, folder: Path) -> BackendsSpec:
-    nodes: dict[str, yaml.Node] = {}
-    for key_node, key, value_node in source.items(root, "", "a backends file"):
-        if key in _TOP:
-            nodes[key] = value_node
-        else:
-            source.complain(key_node, key, f"unknown field; {did_you_mean(key, _TOP)}")
+    nodes = source.known_items(root, "a backends file", _TOP)
     version = Number(FORMAT_VERSION, FORMAT_VERSION, whole=True)
     if "version" in nodes:
         version.read(source, nodes["version"], "version")
