@@ -8,7 +8,6 @@ of them alike; a cell reports medians over its rounds. Answers end where the mod
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from backends.bench_prompts import PROMPTS
+from backends.cores import usable_cores
 from backends.loading import EngineOptions, LoadedCore, build_core, load_parts
 from backends.types import DecodingPlan, GenerationRequest, GenerationStats, SamplingParams
 
@@ -207,7 +207,7 @@ def machine(loaded: LoadedCore) -> dict[str, Any]:
 
     return {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "device": torch.cuda.get_device_name() if loaded.info.device.startswith("cuda") else "cpu",
         "dtype": loaded.info.dtype,
         "runner": loaded.core.runner.kind,

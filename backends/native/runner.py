@@ -7,7 +7,6 @@ a sliding window, Qwen 2 and 3. :func:`unsupported_reason` says why another mode
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from backends.batch import PAGE_SIZE, StepBatch
+from backends.cores import usable_cores
 from backends.follow import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads import MedusaHeads
 from backends.native import library as lib
@@ -51,11 +51,6 @@ def unsupported_reason(model: Any) -> str | None:
     return None
 
 
-def _usable_cores() -> int:
-    """Cores that this process may use: fewer than the machine's in a container or under taskset."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -80,7 +75,7 @@ class NativeRunner:
         if reason:
             raise lib.NativeUnavailable(reason)
         self._lib = lib.load_library()
-        self.threads = threads or min(torch.get_num_threads(), _usable_cores())
+        self.threads = threads or min(torch.get_num_threads(), usable_cores())
         config = model.config
         self.dtype: torch.dtype = model.dtype
         self.device = torch.device("cpu")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
+from backends.cores import usable_cores
 from backends.types import ChatTokenizer, Decoder
 from gateway.admission import Places
 from gateway.routing.backends import Backend, Backends, EngineBackend, ServedModel
@@ -51,7 +51,7 @@ def open_backends(spec: BackendsSpec, max_queue: int, open_engine: Callable[[Eng
     opened: dict[str, Backend] = {each.name: UpstreamBackend(each) for each in spec.upstreams}
     engines: list[EngineBackend] = []
     try:
-        for each in with_threads(spec.engines, os.cpu_count() or 1):
+        for each in with_threads(spec.engines, usable_cores()):
             engine = open_engine(each)
             places = Places(engine.decoder.load().max_running + max_queue)
             engines.append(
