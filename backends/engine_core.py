@@ -174,9 +174,12 @@ class EngineCore:
             except Exception as error:  # one request's text must not take the others down
                 item.sequence.finish_reason, item.sequence.error = "error", f"{type(error).__name__}: {error}"
         self._commit(step.scheduled, results)
-        self._judge(step)
+        decoded = [item for item in step.scheduled if item.decoding and item.emitted]
+        # What drafting costs over the table's word, in all books of this step.
+        factor = self.calibration.factor(len(decoded))
+        self._judge(step, decoded, factor)
         self._propose(step.scheduled, results, hidden)
-        self._count(step, began)
+        self._count(step, decoded, factor, began)
         for item in step.scheduled:
             emissions.append((item.sequence.id, item.sequence.take_chunk()))
             if item.sequence.finish_reason is not None:
@@ -318,10 +321,9 @@ class EngineCore:
             if sequence.accept(token, logits_row):
                 return
 
-    def _judge(self, step: _Step) -> None:
+    def _judge(self, step: _Step, decoded: list[_Scheduled], factor: float) -> None:
         """What this step says about drafting in the next: for each sequence, and for batches of this size."""
-        decoded = [item for item in step.scheduled if item.decoding and item.emitted]
-        heads_ms = step.heads_ms * self.calibration.factor(len(decoded))
+        heads_ms = step.heads_ms * factor
         if any(item.proposals is not None for item in decoded):
             accepted = sum(item.of_heads for item in decoded)
             self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=heads_ms)
@@ -338,14 +340,12 @@ class EngineCore:
                     step_ms=heads_ms,
                 )
 
-    def _count(self, step: _Step, began: float) -> None:
+    def _count(self, step: _Step, decoded: list[_Scheduled], factor: float, began: float) -> None:
         """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost."""
-        decoded = [item for item in step.scheduled if item.decoding and item.emitted]
         ended = self._clock()
         measured_ms = (ended - began) * 1e3
-        with_drafts, spent_ms = step.spent_ms > step.vanilla_ms, step.spent_ms
-        if with_drafts:
-            spent_ms *= self.calibration.factor(len(decoded))
+        with_drafts = step.spent_ms > step.vanilla_ms
+        spent_ms = step.spent_ms * factor if with_drafts else step.spent_ms
         if decoded and not step.chunks and len(decoded) == len(step.scheduled):
             self.calibration.observe(
                 len(decoded), drafting=with_drafts, predicted_ms=step.spent_ms, measured_ms=measured_ms
