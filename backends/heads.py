@@ -103,14 +103,17 @@ class MedusaHeads(nn.Module):
             return normed
         return torch.cat([normed, F.rms_norm(pending_embedding, (self.hidden_size,), eps=1e-12)], dim=-1)
 
-    def propose_hidden(self, hidden: torch.Tensor, pending_embedding: torch.Tensor) -> torch.Tensor:
+    def propose_hidden(
+        self, hidden: torch.Tensor, pending_embedding: torch.Tensor, dropout: float = 0.0
+    ) -> torch.Tensor:
         """Hidden states whose ``lm_head`` logits are the heads' guesses.
 
         ``hidden`` [n, H]: final-norm states; ``pending_embedding`` [n, H]: input embeddings of the token after each
         (ignored by heads of input "hidden"). Returns [heads, n, H] in the dtype of ``hidden``.
         """
         inputs = self.block_input(hidden, pending_embedding).expand(self.num_heads, -1, -1)
-        return hidden + self.down(F.silu(self.up(inputs)))
+        inner = F.dropout(F.silu(self.up(inputs)), dropout, training=self.training)
+        return hidden + self.down(inner)
 
     def follow_hidden(
         self, head: int, state: torch.Tensor, embedding: torch.Tensor, dropout: float = 0.0
@@ -130,9 +133,7 @@ class MedusaHeads(nn.Module):
         not sequential use the first only. Returns [heads, n, H].
         """
         if not self.sequential:
-            inputs = self.block_input(hidden, embeddings[0]).expand(self.num_heads, -1, -1)
-            inner = F.dropout(F.silu(self.up(inputs)), dropout, training=self.training)
-            return hidden + self.down(inner)
+            return self.propose_hidden(hidden, embeddings[0], dropout)
         states, state = [], hidden
         for head in range(self.num_heads):
             state = self.follow_hidden(head, state, embeddings[head], dropout)

@@ -27,7 +27,7 @@ from backends.paged_attention import (
     paged_attention,
     visible_slots,
 )
-from backends.runner import Proposals, RowSampling
+from backends.runner import Proposals, RowSampling, best_guesses
 from backends.sampling_torch import draw_rows
 from backends.tree import CandidateTree
 
@@ -196,9 +196,9 @@ class HfHeads:
     def _guesses(self, states: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
         """The ``k`` best tokens of states [..., H] and their probabilities: [..., k] each."""
         logits = F.linear(states.to(self._draft_lm_head.dtype), self._draft_lm_head).float()
-        best = torch.softmax(logits, dim=-1).topk(min(k, logits.shape[-1]), dim=-1)
-        ids = best.indices.to("cpu", torch.int32).numpy()
-        return ids if self._draft_ids is None else self._draft_ids[ids], best.values.cpu().numpy()
+        columns, probabilities = best_guesses(logits, k)
+        ids = columns.to("cpu", torch.int32).numpy()
+        return ids if self._draft_ids is None else self._draft_ids[ids], probabilities.cpu().numpy()
 
     def _follow(
         self, hidden: torch.Tensor, pending: list[int], k: int, trees: Sequence[CandidateTree | None]

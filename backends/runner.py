@@ -35,6 +35,12 @@ class Proposals:
         return [index + 1 if index + 1 < lists else -1] * k
 
 
+def best_guesses(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``k`` best columns of logits [..., V], best first, and their softmax probabilities: [..., k] each."""
+    best = logits.topk(min(k, logits.shape[-1]), dim=-1)
+    return best.indices, torch.exp(best.values - logits.logsumexp(dim=-1, keepdim=True))
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """Sampling parameters of rows to draw, as arrays of one value per row. ``uniform`` in [0, 1)."""

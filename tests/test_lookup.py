@@ -20,11 +20,15 @@ def plan(request: DraftRequest, cost: StepCost = CHEAP) -> Draft:
     return plan_drafts({0: request}, sequences=1, other_rows=0, room=32, cost=cost)[0]
 
 
-def paths(draft: Draft) -> set[tuple[int, ...]]:
+def ordered_paths(draft: Draft) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = [()]
     for token, parent in zip(draft.tokens, draft.parents, strict=True):
         found.append((*found[parent], token))
-    return set(found[1:])
+    return found[1:]
+
+
+def paths(draft: Draft) -> set[tuple[int, ...]]:
+    return set(ordered_paths(draft))
 
 
 def test_finds_what_followed_the_last_time() -> None:
@@ -106,15 +110,8 @@ def test_both_sources_share_a_tree_without_duplicates() -> None:
     draft = plan(DraftRequest(proposals, max_nodes=12, max_depth=2, lookup=lookup, longest=5))
     assert {(8,), (8, 5), (8, 5, 6), (4,), (4, 5), (4, 9)} <= paths(draft)
     assert len(paths(draft)) == len(draft.tokens)
-    by_path = {path: row for row, path in enumerate(_ordered(draft), start=1)}
+    by_path = {path: row for row, path in enumerate(ordered_paths(draft), start=1)}
     assert {by_path[8,], by_path[8, 5], by_path[8, 5, 6]} == draft.from_lookup
-
-
-def _ordered(draft: Draft) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = [()]
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        found.append((*found[parent], token))
-    return found[1:]
 
 
 def test_a_guess_that_heads_trust_more_stays_theirs() -> None:
@@ -138,7 +135,7 @@ def test_joined_trees_are_trees(rows: list[dict[int, float]], found: list[tuple[
     assert len(paths(draft)) == len(draft.tokens)
     assert all(parent <= row for row, parent in enumerate(draft.parents))
     chain = tuple(token for token, _ in found)
-    for row, path in enumerate(_ordered(draft), start=1):
+    for row, path in enumerate(ordered_paths(draft), start=1):
         assert len(path) <= (6 if row in draft.from_lookup else len(rows))
         if row in draft.from_lookup:
             assert path == chain[: len(path)]

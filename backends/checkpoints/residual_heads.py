@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backends.runner import ModelRunner, Proposals
+from backends.runner import ModelRunner, Proposals, best_guesses
 from backends.tree import CandidateTree
 
 _ROW_MULTIPLE = 4
@@ -116,9 +116,7 @@ class TorchHeads:
         k: int,
         trees: Sequence[CandidateTree | None] = (),
     ) -> list[Proposals]:
-        logits = self.logits(hidden)
-        best = logits.topk(min(k, logits.shape[-1]), dim=-1)
-        probabilities = torch.exp(best.values - logits.logsumexp(-1, keepdim=True)).cpu().numpy()
-        ids = best.indices.to("cpu", torch.int32).numpy()
+        columns, probabilities = best_guesses(self.logits(hidden), k)
+        ids, shares = columns.to("cpu", torch.int32).numpy(), probabilities.cpu().numpy()
         tokens = ids if self._token_ids is None else self._token_ids[ids]
-        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]
+        return [Proposals(tokens[:, i], shares[:, i]) for i in range(len(contexts))]

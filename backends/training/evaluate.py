@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from backends.heads import MedusaHeads
+from backends.runner import best_guesses
 from backends.training.dataset import HiddenStates
 from backends.training.objective import OutputProjection, path_tokens
 from backends.tree import CandidateTree, best_first_paths
@@ -51,9 +52,9 @@ def guess(
         path = projection.embeddings[path_tokens(states, part, heads.num_heads)].to(dtype)
         guessed = heads.path_hidden(states.hidden[part].to(projection.lm_head_rows), path)
         logits = torch.nn.functional.linear(guessed, projection.lm_head_rows).float()
-        best = logits.topk(min(ranks, logits.shape[-1]), dim=-1)
-        probabilities.append((best.values - logits.logsumexp(dim=-1, keepdim=True)).exp().cpu())
-        ids = best.indices.cpu()
+        columns, shares = best_guesses(logits, ranks)
+        probabilities.append(shares.cpu())
+        ids = columns.cpu()
         if projection.draft_token_ids is not None:
             ids = projection.draft_token_ids[ids].long()
         tokens.append(ids)
