@@ -17,16 +17,17 @@ from backends.training.answers import generate_answers
 from backends.training.assess import Assessment, AssessOptions, assess, differing_tokens, perplexity
 from backends.training.assess_report import assessment_html, assessment_text
 from backends.training.backbone import Backbone
+from backends.training.checkpoint import TrainingError
 from backends.training.cleaning import CleaningOptions
 from backends.training.dataset import Answer, load_hidden_states, read_answers
 from backends.training.distill import TrainingRun, train_heads
 from backends.training.evaluate import evaluate
 from backends.training.objective import OutputProjection
 from backends.training.refresh import options_for, refresh_heads, sample_prompts
-from backends.training.trainer import TrainingError, TrainingOptions
+from backends.training.trainer import TrainingOptions
 from gateway.commands.heads import add_parser
 from tests.engine_helpers import FLAT_COST
-from tests.toy_language import toy_model, toy_prompts
+from tests.toy_language import toy_backbone, toy_model, toy_prompts
 
 OPTIONS = TrainingOptions(
     num_heads=3, inner_size=64, epochs=4, batch_size=512, learning_rate=5e-3, dropout=0.0, draft_vocab_size=None
@@ -44,11 +45,6 @@ class Toy:
     answers: Path
     untrained: Path
     trained: Path
-
-
-def toy_backbone() -> Backbone:
-    model = toy_model()
-    return Backbone("toy", model, tiny_tokenizer(), backbone_fingerprint(model))
 
 
 def run_of(answers: Path, out: Path) -> TrainingRun:

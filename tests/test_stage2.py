@@ -14,20 +14,20 @@ from litestar.testing import TestClient
 from backends.engine import Engine
 from backends.heads import backbone_fingerprint, describe_heads, load_heads
 from backends.loading import EngineOptions, load_core, load_parts
-from backends.tiny import tiny_tokenizer
 from backends.training.adapt import AdaptationReport, adapt_backbone
 from backends.training.answers import generate_answers
 from backends.training.backbone import Backbone
+from backends.training.checkpoint import TrainingError
 from backends.training.cleaning import CleaningOptions
 from backends.training.distill import TrainingRun, train_heads, training_states
 from backends.training.joint import JointOptions, JointTrainer, divergence
-from backends.training.trainer import TrainingError, TrainingOptions
+from backends.training.trainer import TrainingOptions
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 from gateway.app import create_app
 from gateway.commands.heads import add_parser
 from gateway.state import GatewayState, ServedModel
 from tests.engine_helpers import FLAT_COST
-from tests.toy_language import sentence, toy_model, toy_prompts
+from tests.toy_language import sentence, toy_backbone, toy_prompts
 
 STAGE1 = TrainingOptions(
     num_heads=3, inner_size=128, epochs=6, batch_size=512, learning_rate=5e-3, dropout=0.0, draft_vocab_size=None
@@ -53,11 +53,6 @@ class Trained:
     report: AdaptationReport
     original: Backbone
     held_out: list[tuple[int, ...]]
-
-
-def toy_backbone() -> Backbone:
-    model = toy_model()
-    return Backbone("toy", model, tiny_tokenizer(), backbone_fingerprint(model))
 
 
 @pytest.fixture(scope="module", autouse=True)

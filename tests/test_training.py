@@ -18,6 +18,7 @@ from backends.heads import MedusaHeads, backbone_fingerprint, describe_heads, sa
 from backends.tiny import tiny_model, tiny_tokenizer
 from backends.training.answers import generate_answers
 from backends.training.backbone import Backbone
+from backends.training.checkpoint import TrainingError
 from backends.training.dataset import (
     Answer,
     AnswersError,
@@ -30,7 +31,7 @@ from backends.training.dataset import (
 from backends.training.distill import TrainingRun, train_heads
 from backends.training.evaluate import Guesses, ReplayCount, evaluate, rank_accuracy, replay, replay_answer
 from backends.training.objective import OutputProjection, Targets, Teacher, frequent_tokens, heads_loss
-from backends.training.trainer import HeadsTrainer, TrainingError, TrainingOptions
+from backends.training.trainer import HeadsTrainer, TrainingOptions
 from backends.tree import CandidateTree
 from gateway.commands.heads import add_parser
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from backends.heads import backbone_fingerprint
 from backends.tiny import tiny_model, tiny_tokenizer
+from backends.training.backbone import Backbone
 from backends.training.dataset import Answer
 
 # Few letters, so that a word is known only from several of them.
@@ -30,6 +32,11 @@ def sentence(rng: random.Random, words: int) -> str:
 def toy_model() -> Any:
     """The tiny model after a few seconds of training to go on with a sentence; each call gives a copy of its own."""
     return copy.deepcopy(_trained())
+
+
+def toy_backbone() -> Backbone:
+    model = toy_model()
+    return Backbone("toy", model, tiny_tokenizer(), backbone_fingerprint(model))
 
 
 def toy_prompts(training: int, held_out: int) -> list[dict[str, str]]:

@@ -14,6 +14,7 @@ from backends.heads import load_heads, save_heads
 from backends.loading import ADAPTATION_NOTE
 from backends.training.answers import generate_answers
 from backends.training.backbone import Backbone, load_backbone
+from backends.training.checkpoint import TrainingError
 from backends.training.dataset import Answer, HiddenStates, read_answers
 from backends.training.distill import TrainingRun, before_and_after, collect_states, heads_config, training_states
 from backends.training.evaluate import EvaluationReport, evaluate
@@ -21,7 +22,6 @@ from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.model_card import write_model_card
 from backends.training.objective import OutputProjection
 from backends.training.progress import progress_bar
-from backends.training.trainer import TrainingError
 
 
 @dataclass(frozen=True, slots=True)

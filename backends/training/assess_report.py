@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import Environment
 
 from backends.training.assess import AccuracyCell, Assessment, HeadsAssessment
+from backends.training.checkpoint import TrainingError
 from backends.training.evaluate import ALL_CLASSES
-from backends.training.trainer import TrainingError
 
 _RANKS_SHOWN = (1, 2, 3, 5, 10)
 # Distinguishable with the common kinds of colour blindness (Okabe and Ito, 2008).

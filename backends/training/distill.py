@@ -13,6 +13,7 @@ from typing import Any
 from backends.heads import MedusaHeads, load_heads, save_heads
 from backends.training.answers import generate_answers, read_prompts
 from backends.training.backbone import Backbone
+from backends.training.checkpoint import TrainingError
 from backends.training.cleaning import CleaningOptions, dropped_answers
 from backends.training.dataset import (
     Answer,
@@ -26,7 +27,7 @@ from backends.training.evaluate import ALL_CLASSES, EvaluationReport, evaluate
 from backends.training.model_card import count_licences, write_model_card
 from backends.training.objective import OutputProjection, frequent_tokens
 from backends.training.progress import progress_bar
-from backends.training.trainer import HeadsTrainer, TrainingError, TrainingOptions
+from backends.training.trainer import HeadsTrainer, TrainingOptions
 from backends.training.workers import Workers
 
 _COMPARED_NODES = 7

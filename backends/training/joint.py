@@ -11,7 +11,6 @@ relative to the adapted one. :mod:`backends.training.adapt` says so in everythin
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch
 from torch import nn
 
 from backends.heads import MedusaHeads
+from backends.training.checkpoint import TrainingError, read_checkpoint, write_checkpoint
 from backends.training.dataset import HiddenStates
 from backends.training.objective import OutputProjection, Teacher, heads_loss, path_tokens
-from backends.training.trainer import TrainingError, TrainingOptions, learning_rate_at
+from backends.training.trainer import TrainingOptions, learning_rate_at
 from backends.training.workers import Workers
 
 CHECKPOINT_FILE = "checkpoint-stage2.pt"
@@ -178,33 +178,30 @@ class JointTrainer:
         """The adapted model, LoRA folded into its weights; the trainer is of no use afterwards."""
         return self.adapted.merge_and_unload().eval().requires_grad_(False)
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree in."""
+        return {"options": dataclasses.asdict(self.options), "answers": len(self.order)}
+
     def save_checkpoint(self) -> None:
         if not self.workers.is_main:
             return
-        self.work_dir.mkdir(parents=True, exist_ok=True)
-        staged = self.work_dir / f".{CHECKPOINT_FILE}.tmp"
-        saved = {
-            "options": dataclasses.asdict(self.options),
-            "answers": len(self.order),
+        progress = {
             "step": self.step,
             "heads": self.heads.state_dict(),
             "adapter": [parameter.detach() for parameter in self.adapter],
             "optimizer": self.optimizer.state_dict(),
         }
-        torch.save(saved, staged)
-        os.replace(staged, self.work_dir / CHECKPOINT_FILE)
+        write_checkpoint(self.work_dir / CHECKPOINT_FILE, self._identity | progress)
 
     def resume(self) -> bool:
         """Go on from the checkpoint in ``work_dir``; False when there is none.
 
         Raises :class:`TrainingError` when it was made with other options or other data.
         """
-        path = self.work_dir / CHECKPOINT_FILE
-        if not path.exists():
+        saved = read_checkpoint(self.work_dir / CHECKPOINT_FILE, self._identity)
+        if saved is None:
             return False
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        if saved["options"] != dataclasses.asdict(self.options) or saved["answers"] != len(self.order):
-            raise TrainingError(f"{path} was made with other options or answers; delete it or drop --resume")
         self.heads.load_state_dict(saved["heads"])
         with torch.no_grad():
             for parameter, value in zip(self.adapter, saved["adapter"], strict=True):

@@ -13,11 +13,12 @@ from typing import Any
 from backends.heads import MedusaHeads, load_heads, read_heads_config
 from backends.training.answers import read_prompts
 from backends.training.backbone import Backbone
+from backends.training.checkpoint import TrainingError
 from backends.training.dataset import Answer
 from backends.training.distill import TrainingRun, before_and_after, train_heads, training_states
 from backends.training.evaluate import EvaluationReport, evaluate
 from backends.training.objective import OutputProjection
-from backends.training.trainer import TrainingError, TrainingOptions
+from backends.training.trainer import TrainingOptions
 
 # Of the sample, how much is prompts that are held out: in a small sample 5% would be too few to judge by.
 _HELD_OUT_SHARE = 0.2

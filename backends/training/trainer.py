@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from backends.heads import HeadInput, MedusaHeads
+from backends.training.checkpoint import TrainingError, read_checkpoint, write_checkpoint
 from backends.training.dataset import HiddenStates
 from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss, path_tokens
 from backends.training.workers import Workers
 
 CHECKPOINT_FILE = "checkpoint.pt"
-
-
-class TrainingError(RuntimeError):
-    """Training can't go on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,36 +201,30 @@ class HeadsTrainer:
         loss.backward()
         return loss.detach()
 
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree in."""
+        return {"options": dataclasses.asdict(self.options), "training_rows": len(self.rows)}
+
     def save_checkpoint(self) -> None:
         if not self.workers.is_main:
             return
-        self.work_dir.mkdir(parents=True, exist_ok=True)
-        staged = self.work_dir / f".{CHECKPOINT_FILE}.tmp"
-        torch.save(
-            {
-                "options": dataclasses.asdict(self.options),
-                "training_rows": len(self.rows),
-                "step": self.step,
-                "heads": self.heads.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-            },
-            staged,
-        )
-        os.replace(staged, self.work_dir / CHECKPOINT_FILE)
+        progress = {
+            "step": self.step,
+            "heads": self.heads.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        write_checkpoint(self.work_dir / CHECKPOINT_FILE, self._identity | progress)
 
     def resume(self) -> bool:
         """Go on from the checkpoint in ``work_dir``; False when there is none.
 
         Raises :class:`TrainingError` when it was made with other options or other data.
         """
-        path = self.work_dir / CHECKPOINT_FILE
-        if not path.exists():
+        defaults = dataclasses.asdict(TrainingOptions())
+        saved = read_checkpoint(self.work_dir / CHECKPOINT_FILE, self._identity, default_options=defaults)
+        if saved is None:
             return False
-        saved = torch.load(path, weights_only=True, map_location="cpu")
-        # A checkpoint from before an option existed was made with its default.
-        options = dataclasses.asdict(TrainingOptions()) | saved["options"]
-        if options != dataclasses.asdict(self.options) or saved["training_rows"] != len(self.rows):
-            raise TrainingError(f"{path} was made with other options or answers; delete it or drop --resume")
         self.heads.load_state_dict(saved["heads"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
