@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from gateway.commands.engine_options import add_engine_options
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -18,11 +20,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("what", nargs="?", choices=("decoding", "sweep", "telemetry"), default="decoding", help="default: %(default)s")
-    add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
-    add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: %(default)s")
-    add("--runner", choices=("auto", "native", "transformers"), default="auto", help="default: %(default)s")
+    add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
     add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
     add(

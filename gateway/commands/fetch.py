@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gateway.commands.engine_options import add_engine_options
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -15,8 +17,7 @@ def add_parser(subparsers: Any) -> None:
         "Safe to repeat, and to run in several processes on one cache.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
-    add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
+    add_engine_options(add, "--model", "--heads")
     add("--backends", metavar="FILE", help="the models and heads of all engines in a backends file, instead")
     parser.set_defaults(run=run)
 

@@ -53,8 +53,8 @@ def reporting_errors(work: Callable[[], object]) -> int:
     """Run ``work``; a mistake in the input is told in one line, anything else keeps its traceback."""
     from backends.demo import DemoModelError
     from backends.heads import HeadsError
+    from backends.training.checkpoint import TrainingError
     from backends.training.dataset import AnswersError
-    from backends.training.trainer import TrainingError
 
     try:
         work()

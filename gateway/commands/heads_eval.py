@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.engine_options import add_engine_options
 from gateway.commands.heads_common import add_model, open_backbone, positive_int, reporting_errors
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def add_parser(commands: Any) -> None:
     )
     add_model(parser)
     add = parser.add_argument
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
+    add_engine_options(add, "--device")
     add("--heads", type=Path, action="append", required=True, help="heads folder; may be given several times")
     add("--answers", type=Path, nargs="+", default=[], help="the model's answers: their held-out share is used")
     add(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.auth.options import add_options, open_access
 from gateway.commands import serve_telemetry
+from gateway.commands.engine_options import add_engine_options
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ def add_parser(subparsers: Any) -> None:
     )
     own = GatewaySettings()
     add = parser.add_argument_group("model").add_argument
-    add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
-    add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: %(default)s")
+    add_engine_options(add, "--model", "--heads", "--device", "--dtype")
     add(
         "--backends",
         metavar="FILE",

@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from gateway.commands.engine_options import add_engine_options
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -16,8 +18,7 @@ def add_parser(subparsers: Any) -> None:
         "sampled; compare tokens and logits bitwise. Exits 1 on any difference.",
     )
     add = parser.add_argument
-    add("--model", metavar="DIR_OR_ID", help="local folder or hub id; default: the demo model")
-    add("--heads", metavar="DIR_OR_ID", help="Medusa heads; default: those that belong to the model")
+    add_engine_options(add, "--model", "--heads")
     add("--tiny", action="store_true", help="a random 2-layer model instead, for many prompts in little time")
     add(
         "--architecture",
@@ -28,8 +29,7 @@ def add_parser(subparsers: Any) -> None:
     add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
     add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
     add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: %(default)s")
-    add("--runner", choices=("auto", "native", "transformers"), default="auto", help="default: %(default)s")
+    add_engine_options(add, "--device", "--runner")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
