@@ -193,7 +193,7 @@ def build_core(
         created=int(time.time()),
         adapted_from=parts.adapted_from,
         heads_flavour="" if heads is None else heads.flavour,
-        heads_stale=heads is not None and bool(heads.stale),
+        heads_stale=None if heads is None else heads.stale,
     )
     gate = DraftGate(cost, () if heads is None else heads.accuracies)
     core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)

@@ -185,7 +185,8 @@ class ModelInfo:
 
     ``adapted_from``: the model that this one was made from by training it together with its heads; its answers are not
     that model's, and "lossless" means as *this* model decodes. Empty for a model as it was published.
-    ``heads_flavour``: the format of its heads' checkpoint. ``heads_stale``: they were trained for another backbone.
+    ``heads_flavour``: the format of its heads' checkpoint. ``heads_stale``: they were trained for another backbone;
+    None: it has no heads, or they don't say.
     """
 
     name: str
@@ -197,7 +198,7 @@ class ModelInfo:
     created: int = 0
     adapted_from: str = ""
     heads_flavour: str = ""
-    heads_stale: bool = False
+    heads_stale: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

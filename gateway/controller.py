@@ -273,7 +273,7 @@ class Controller:
         sync = self.sync
         store = None if sync is None else sync.health
         return {
-            "status": "ok" if store is not None and store.ok and status.rejection is None else "degraded",
+            "status": "ok" if store is not None and store.ok and not self.problems() else "degraded",
             "policy": "rejected edit" if status.rejection is not None else "ok",
             "store": None
             if store is None
@@ -285,6 +285,7 @@ class Controller:
                 "failures": store.failures,
                 "error": store.error,
             },
+            "heads_stale": self.stale_heads,
             "classifier": self._classify is not None,
             "replica": self.statistics.replica,
         }
@@ -300,13 +301,19 @@ class Controller:
         }
         self._emit(kinds[happening.change], line, model or None, class_name or None, values)
 
+    @property
+    def stale_heads(self) -> list[str]:
+        """The models of this process whose heads were trained for another backbone."""
+        return sorted({each.info.name for each in self._decoders.values() if each.info.heads_stale})
+
     def problems(self) -> list[str]:
-        """What of :meth:`health` is not as it should be, in words that anybody may read: no names, no addresses."""
+        """What of :meth:`health` is not as it should be, in words that anybody may read: no files, no addresses."""
         found = []
         if self.policy.status.rejection is not None:
             found.append("the policy file's last edit was refused; the policy before it is in force")
         if self.sync is not None and self.sync.health.ok is False:
             found.append("the statistics store is unavailable; decisions are from this replica's own statistics")
+        found += [f"the heads of {name} were trained for another backbone" for name in self.stale_heads]
         return found
 
     def _note_transition(self, name: tuple[str, str], transition: Transition) -> None:

@@ -33,6 +33,7 @@ def model_card(backend: Backend) -> ModelCard:
         dtype=info.dtype,
         device=info.device,
         adapted_from=info.adapted_from or None,
+        heads_stale=info.heads_stale,
     )
 
 
@@ -40,7 +41,7 @@ def _health(gateway: GatewayState) -> Health:
     """For everybody, so in words: what names hosts and files is in ``GET /admin/stats``."""
     degraded = [*gateway.controller.problems(), *gateway.access.problems()]
     degraded += [f"no healthy backend for {name}" for name in gateway.backends.missing]
-    return Health("degraded" if degraded else "ok", degraded)
+    return Health("degraded" if degraded else "ok", degraded, gateway.controller.stale_heads)
 
 
 def _json(value: msgspec.Struct) -> ASGIResponse:

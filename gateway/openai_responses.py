@@ -122,8 +122,8 @@ class Completion(Struct):
 
 
 class ModelCard(Struct):
-    """``max_model_len``, ``num_heads``, ``dtype``, ``device`` (null where only an upstream knows) and ``adapted_from``
-    are extensions."""
+    """``max_model_len``, ``num_heads``, ``dtype``, ``device`` (null where only an upstream knows), ``adapted_from`` and
+    ``heads_stale`` (null: no heads, or it is not known) are extensions."""
 
     id: str
     created: int
@@ -133,6 +133,7 @@ class ModelCard(Struct):
     dtype: str
     device: str
     adapted_from: str | None = None
+    heads_stale: bool | None = None
     object: Literal["model"] = "model"
 
 
@@ -142,10 +143,12 @@ class ModelList(Struct):
 
 
 class Health(Struct):
-    """``degraded``: what is not as it should be, in words, while requests are answered all the same."""
+    """``degraded``: what is not as it should be, in words, while requests are answered all the same. ``heads_stale``:
+    the models whose heads were trained for another backbone."""
 
     status: Annotated[Literal["ok", "degraded"], Meta(examples=["ok"])]
     degraded: list[str] = []
+    heads_stale: list[str] = []
 
 
 class Pointer(Struct):

@@ -39,6 +39,7 @@ FIGURES: Mapping[str, Figure] = {
     "medusa_queue_oldest_age_seconds": Figure("model", "how long the head of the queue has waited"),
     "medusa_kv_usage": Figure("model", "share of the KV cache's pages in use"),
     "medusa_engine_up": Figure("model", "1 while the engine takes requests, else 0"),
+    "medusa_heads_stale": Figure("model", "1 when its heads were trained for another backbone, else 0"),
     "medusa_redis_up": Figure("fleet", "1 while the statistics store answers, else 0"),
 }
 """What ``metric`` may name. ``telemetry.alerts.rules`` says how each is asked of Prometheus."""

@@ -175,6 +175,13 @@ RUNNING_SEQUENCES = Metric(
 KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", _ENGINE)
 KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", _ENGINE)
 ENGINE_UP = Metric("medusa_engine_up", "gauge", "", "1 while the model's engine takes requests, else 0.", _ENGINE)
+HEADS_STALE = Metric(
+    "medusa_heads_stale",
+    "gauge",
+    "",
+    "1 when the model's heads were trained for another backbone, else 0; no series where that is not known.",
+    _ENGINE,
+)
 STEP_DURATION = Metric(
     "medusa_step_duration",
     "histogram",
@@ -224,7 +231,7 @@ METRICS: tuple[Metric, ...] = (
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
     *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN),
     *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, ENGINE_UP),
-    *(STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),
+    *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),
     *(REDIS_UP, POLICY_RELOADS, ALERT_STATE),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}

@@ -270,7 +270,9 @@ class FakeDecoder:
         self.submitted: list[GenerationRequest] = []
         self.aborted: list[str] = []
         self.finished: list[str] = []
-        self._info = ModelInfo(name, max_model_len, VOCAB_SIZE, num_heads, "float32", "cpu", created=1_700_000_000)
+        self._info = ModelInfo(
+            name, max_model_len, VOCAB_SIZE, num_heads, "float32", "cpu", created=1_700_000_000, heads_stale=False
+        )
         self._max_running = max_running
         self._changed = threading.Condition()
         self._running: set[FakeHandle] = set()

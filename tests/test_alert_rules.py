@@ -121,6 +121,8 @@ def test_promtool_fires_and_resolves_them(tmp_path: Path) -> None:
 
     slow = alert("speculative_speedup_factor is below 1 for m/code", "0.95", model="m", **{"class": "code"})
     full = alert("medusa_kv_usage is above 0.95 for m", "1", model="m")
+    (words,) = (rule.summary for rule in spec.alerts if rule.name == "heads-of-another-model")
+    stale = alert(words, "1", model="m")
     cases = [
         unit_test(
             "speculation-does-not-pay",
@@ -146,6 +148,19 @@ def test_promtool_fires_and_resolves_them(tmp_path: Path) -> None:
                 'medusa_kv_pages_limit{instance="b",model="m"}': "10x20",
             },
             {"105s": [], "120s": [full]},
+        ),
+        unit_test(
+            "heads-of-another-model",
+            {
+                'medusa_heads_stale{instance="a",model="m",backend="one"}': "0x20",
+                'medusa_heads_stale{instance="a",model="m",backend="two"}': "0x4 1x4 0x20",
+                'medusa_heads_stale{instance="a",model="n",backend="three"}': "0x20",
+            },
+            {
+                "60s": [],
+                "75s": [stale],
+                "210s": [],
+            },
         ),
         unit_test(
             "heads-got-worse",

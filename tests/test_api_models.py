@@ -46,8 +46,8 @@ def test_a_model_with_a_slash_in_its_name() -> None:
 
 
 def test_health_and_pointer(http: httpx.Client) -> None:
-    assert http.get("/healthz").json() == {"status": "ok", "degraded": []}
-    assert http.get("/readyz").json() == {"status": "ok", "degraded": []}
+    assert http.get("/healthz").json() == {"status": "ok", "degraded": [], "heads_stale": []}
+    assert http.get("/readyz").json() == {"status": "ok", "degraded": [], "heads_stale": []}
     pointer = http.get("/").json()
     assert pointer["models"] == [MODEL]
     assert http.get(pointer["openapi"]).json()["openapi"] == "3.1.0"

@@ -142,6 +142,7 @@ def test_the_rest_is_told_as_it_is(bench: Bench, ok: bool, expected: float) -> N
     assert figures["medusa_policy_reloads"] == {("accepted",): 2, ("rejected",): 1}
     assert figures["medusa_alert_state"] == {alert: 2}
     assert figures["medusa_engine_up"] == {ENGINE: 1}
+    assert figures["medusa_heads_stale"] == {ENGINE: 0}
     assert figures["medusa_kv_pages_limit"] == {ENGINE: 64}
 
 

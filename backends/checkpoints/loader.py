@@ -130,7 +130,8 @@ def _load_own(folder: Path, backbone: BackboneFacts) -> LoadedHeads:
     heads = load_heads(folder, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
     config = read_heads_config(folder)
     about = config.get("backbone", {})
-    stale = None if backbone.quantized else about.get("fingerprint") != backbone.fingerprint
+    fingerprint = about.get("fingerprint")
+    stale = None if backbone.quantized or fingerprint is None else fingerprint != backbone.fingerprint
     return LoadedHeads(heads, config["format"], stale, str(about.get("name", "")), _accuracies(config))
 
 

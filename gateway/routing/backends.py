@@ -77,6 +77,8 @@ class EngineBackend:
             "device": self.info.device,
             "dtype": self.info.dtype,
             "heads": self.info.num_heads,
+            "heads_flavour": self.info.heads_flavour or None,
+            "heads_stale": self.info.heads_stale,
             "priority": self.placement.priority,
             "classes": None if self.placement.classes is None else sorted(self.placement.classes),
             "in_flight": self.places.in_flight,

@@ -23,6 +23,7 @@ _PLAIN: Mapping[str, Metric] = {
     "medusa_verification_step_ratio": catalog.VERIFICATION_RATIO,
     "medusa_queue_oldest_age_seconds": catalog.QUEUE_OLDEST_AGE,
     "medusa_engine_up": catalog.ENGINE_UP,
+    "medusa_heads_stale": catalog.HEADS_STALE,
     "medusa_redis_up": catalog.REDIS_UP,
 }
 _NEEDS_STEPS = frozenset(

@@ -66,6 +66,7 @@ EXPRESSIONS: Mapping[str, _Expression] = {
         worst=True,
     ),
     "medusa_engine_up": _plain(catalog.ENGINE_UP, worst=True),
+    "medusa_heads_stale": _plain(catalog.HEADS_STALE, worst=True),
     "medusa_redis_up": _plain(catalog.REDIS_UP, worst=True),
 }
 """By what ``metric`` may name in a policy."""
