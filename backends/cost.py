@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -35,16 +35,21 @@ class StepCost:
         return self.forward_ms(rows) + self.heads_ms(drafting)
 
 
-def measure(
+def measure_runs(
     sizes: Sequence[int], run: Callable[[int], object], clock: Callable[[], float], repeats: int = 5
-) -> list[tuple[int, float]]:
-    """Median milliseconds of ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only."""
+) -> dict[int, list[float]]:
+    """Milliseconds of every ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only."""
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats):
         for size in sizes:
             start = clock()
             run(size)
             times[size].append((clock() - start) * 1e3)
+    return times
+
+
+def medians(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
+    """By size; of two in the middle the slower."""
     return [(size, sorted(found)[len(found) // 2]) for size, found in times.items()]
 
 

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from backends.cost_keeping import CostKeeping
 from backends.engine_core import Emission, EngineCore
 from backends.types import (
     DecodeCounters,
@@ -69,9 +70,17 @@ class Engine:
     An exception in a step ends the requests of that step with reason "error"; three in a row end the engine.
     """
 
-    def __init__(self, core: EngineCore, info: ModelInfo, *, on_death: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        info: ModelInfo,
+        *,
+        keeping: CostKeeping | None = None,
+        on_death: Callable[[], None] = lambda: None,
+    ) -> None:
         self._core = core
         self._info = info
+        self._keeping = keeping
         self._on_death = on_death
         self._inbox = _Inbox()
         self._handles: dict[str, Generation] = {}
@@ -116,6 +125,9 @@ class Engine:
     def take_steps(self) -> list[StepSample]:
         samples = self._core.samples
         return [samples.popleft() for _ in range(len(samples))]
+
+    def keep_cost(self) -> bool:
+        return self._keeping is not None and self._keeping.refine(self._core.calibration.learned())
 
     def close(self) -> None:
         with self._inbox.changed:

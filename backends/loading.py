@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,22 @@ from typing import Any
 import torch
 
 from backends.architectures import UnsupportedModel, refusal
-from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.batch import PAGE_SIZE
+from backends.calibration import Calibration
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
-from backends.cost import StepCost, measure
+from backends.cost import StepCost
+from backends.cost_keeping import CostKeeping
+from backends.cost_probe import CostProbe
+from backends.cost_stores import CostStore
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine import Engine
 from backends.engine_core import EngineConfig, EngineCore, Observer
-from backends.follow import usual_tree
+from backends.fingerprint import facts_of
 from backends.gate import DraftGate
 from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
 from backends.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
-from backends.runner import HeadsRunner, ModelRunner
 from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
 from backends.tiny_architectures import tiny_architecture
 from backends.tokenizer import HfTokenizer
@@ -35,10 +39,6 @@ log = logging.getLogger(__name__)
 ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent / "assets" / "smollm2-135m-instruct-heads"
 
-# Sizes at which the cost table is measured; enough to see where a step stops being bound by memory.
-_COST_ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
-_COST_SEQUENCES = (1, 4, 16, 32)
-_COST_CONTEXT = 256
 _KV_BYTES = 2 << 30
 
 
@@ -48,7 +48,7 @@ class EngineOptions:
     "auto" and None: chosen here.
 
     ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers". ``quantize``: weights of
-    the linear layers, "int8" or "int4"; None: as they are.
+    the linear layers, "int8" or "int4"; None: as they are. ``measure_anew``: look at no cost table that was kept.
     """
 
     model: str | None = None
@@ -62,6 +62,7 @@ class EngineOptions:
     runner: str = "auto"
     threads: int | None = None
     quantize: str | None = None
+    measure_anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,19 +78,20 @@ class LoadedCore:
     core: EngineCore
     tokenizer: HfTokenizer
     info: ModelInfo
+    keeping: CostKeeping | None = None
 
 
-def open_engine(options: EngineOptions) -> OpenedEngine:
-    """Load everything, measure the cost table, start the engine's thread.
+def open_engine(options: EngineOptions, cost_stores: Sequence[CostStore] = ()) -> OpenedEngine:
+    """Load everything, take the cost table over from ``cost_stores`` or measure it, start the engine's thread.
 
     Raises OSError or ValueError for what the user can mend.
     """
-    loaded = load_core(options)
+    loaded = build_core(load_parts(options), options, cost_stores=cost_stores)
     if loaded.core.runner.kind == "native":
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
         torch.set_num_threads(1)
-    return OpenedEngine(Engine(loaded.core, loaded.info), loaded.tokenizer)
+    return OpenedEngine(Engine(loaded.core, loaded.info, keeping=loaded.keeping), loaded.tokenizer)
 
 
 def load_core(options: EngineOptions, observer: Observer | None = None) -> LoadedCore:
@@ -164,9 +166,15 @@ def _quantize(model: Any, options: EngineOptions) -> None:
 
 
 def build_core(
-    parts: ModelParts, options: EngineOptions, *, cost: StepCost | None = None, observer: Observer | None = None
+    parts: ModelParts,
+    options: EngineOptions,
+    *,
+    cost: StepCost | None = None,
+    observer: Observer | None = None,
+    cost_stores: Sequence[CostStore] = (),
 ) -> LoadedCore:
-    """An engine core around a loaded transformers model. ``cost`` None: measured here."""
+    """An engine core around a loaded transformers model. ``cost`` None: one that ``cost_stores`` keep for this model on
+    this device, or measured here."""
     model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
     positions: int = model.config.get_text_config().max_position_embeddings
     longest = min(options.max_model_len or positions, positions)
@@ -182,7 +190,12 @@ def build_core(
     )
     runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
-    cost = cost or measure_cost(runner, bound)
+    keeping, factors = None, {}
+    if cost is None:
+        facts = facts_of(runner, model.config, heads, options.quantize)
+        keeping = CostKeeping(facts, cost_stores, time.time, measure_anew=options.measure_anew)
+        record = keeping.open(CostProbe(runner, bound))
+        cost, factors = record.cost, record.factors
     info = ModelInfo(
         name=parts.name,
         max_model_len=longest,
@@ -197,29 +210,8 @@ def build_core(
     )
     gate = DraftGate(cost, () if heads is None else heads.accuracies)
     core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)
-    return LoadedCore(core, tokenizer, info)
-
-
-def measure_cost(runner: ModelRunner, heads: HeadsRunner | None) -> StepCost:
-    """The cost table of this model on this device, over a context of a few hundred tokens, in about two seconds."""
-    context = min(_COST_CONTEXT, runner.max_context - 2, (runner.num_pages - 1) * PAGE_SIZE)
-    pages = list(range(-(-(context + 1) // PAGE_SIZE)))
-
-    def forward(rows: int) -> float:
-        batch = BatchBuilder(runner.num_pages * PAGE_SIZE)
-        batch.add_tree(pages, 0, context, [0] * (rows - 1), [0] * (rows - 1))
-        # Taking one number waits for a device that works on its own, and costs nothing else.
-        return runner.logits(runner.forward(batch.build()))[0, 0].item()
-
-    def propose(sequences: int) -> object:
-        assert heads is not None
-        hidden = torch.zeros(sequences, runner.hidden_size, dtype=runner.dtype, device=runner.device)
-        return heads.propose(hidden, [[0]] * sequences, 10, [usual_tree(heads.num_heads)] * sequences)
-
-    rows = [size for size in _COST_ROWS if size <= runner.max_rows]
-    measure(rows[-1:], forward, time.perf_counter, repeats=1)  # first touch of the memory
-    sequences = measure(_COST_SEQUENCES, propose, time.perf_counter) if heads is not None else []
-    return StepCost.from_measurements(measure(rows, forward, time.perf_counter), sequences)
+    core.calibration = Calibration(start=factors)
+    return LoadedCore(core, tokenizer, info, keeping)
 
 
 def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> NativeRunner | HfRunner:

@@ -267,6 +267,18 @@ class StepSampler(Protocol):
         ...
 
 
+@runtime_checkable
+class CostKeeper(Protocol):
+    """A decoder that remembers what its steps cost from one start to the next."""
+
+    def keep_cost(self) -> bool:
+        """Store what serving has taught of it since the start, if that is news; whether it was.
+
+        Blocks as long as the stores do; for one caller at a time, from any thread.
+        """
+        ...
+
+
 class ChatTokenizer(Protocol):
     """Text in, token ids out, for the served model."""
 

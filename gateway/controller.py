@@ -18,7 +18,7 @@ from typing import Any
 
 from platformdirs import user_state_dir
 
-from backends.types import Decoder
+from backends.types import CostKeeper, Decoder
 from policy.counters import StatsKey
 from policy.decision import Decision, decide
 from policy.embedded import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
@@ -43,6 +43,7 @@ COUNT_EVERY_S = 1.0
 POLL_EVERY_S = 1.0
 SYNC_EVERY_S = 1.0
 SHARE_ALERTS_EVERY_S = 1.0
+KEEP_COST_EVERY_S = 300.0
 FLUSH_PATIENCE_S = 3.0
 ALERTS_PATIENCE_S = 1.0
 PROBE_EVERY_S = 5.0
@@ -190,6 +191,7 @@ class Controller:
             (self.poll_policy, POLL_EVERY_S),
             (self.sync_once, SYNC_EVERY_S),
             (self.share_alerts, SHARE_ALERTS_EVERY_S),
+            (self.keep_costs, KEEP_COST_EVERY_S),
         )
         self._running = [asyncio.create_task(self._every(seconds, work)) for work, seconds in loops]
 
@@ -205,6 +207,9 @@ class Controller:
         if store is None or self.sync is None:
             return
         await self.count()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FLUSH_PATIENCE_S):
+                await self.keep_costs()
         if self.alerting is not None:
             await self.alerting.stop(ALERTS_PATIENCE_S)
         with suppress(TimeoutError):
@@ -255,6 +260,13 @@ class Controller:
             error = self.sync.health.error
             logger.error("the statistics store is unavailable, decisions are from local statistics: %s", error)
             self._emit("store_down", f"{self.sync.health.store}: {error}")
+
+    async def keep_costs(self) -> None:
+        """Have engines store what they have learnt of their steps' cost, for the next start."""
+        for decoder in self._decoders.values():
+            if isinstance(decoder, CostKeeper):
+                # In a thread: it waits for a file, and for Redis.
+                await asyncio.to_thread(decoder.keep_cost)
 
     async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:

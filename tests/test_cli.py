@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from backends.cost_stores import CostStore, FolderStore
 from gateway import cli, server
 from gateway.commands import serve
 from gateway.server import bind, greeting, url_of
@@ -30,6 +31,7 @@ class EngineOptions:
     kv_tokens: int | None
     quantize: str | None = None
     threads: int | None = None
+    measure_anew: bool = False
 
 
 class FakeLoading(ModuleType):
@@ -40,11 +42,12 @@ class FakeLoading(ModuleType):
     def __init__(self) -> None:
         super().__init__("backends.loading")
         self.options: EngineOptions | None = None
+        self.cost_stores: Sequence[CostStore] = ()
         self.error: Exception | None = None
         self.decoder = FakeDecoder()
 
-    def open_engine(self, options: EngineOptions) -> Any:
-        self.options = options
+    def open_engine(self, options: EngineOptions, cost_stores: Sequence[CostStore] = ()) -> Any:
+        self.options, self.cost_stores = options, cost_stores
         if self.error is not None:
             raise self.error
         return SimpleNamespace(decoder=self.decoder, tokenizer=FakeTokenizer())
@@ -95,6 +98,7 @@ def test_defaults(loading: FakeLoading, served: Served) -> None:
     assert cli.main(["serve", "--port", "0"]) == 0
     assert loading.options == EngineOptions(None, None, "auto", "auto", None, None, None, None)
     assert list(served.state.backends.models) == ["fake-model"]
+    assert [type(store) for store in loading.cost_stores] == [FolderStore]
     assert served.state.settings.max_concurrent == loading.decoder.load().max_running
     assert not loading.decoder.alive, "the engine is closed at the end"
 
@@ -152,6 +156,20 @@ def test_the_redis_password_may_come_apart(
     told = capsys.readouterr().err
     assert "a Unix socket takes no password" in told
     assert "p@ss" not in told
+
+
+def test_cost_tables_are_shared_through_redis_and_may_be_measured_anew(
+    loading: FakeLoading, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["serve", "--port", "0", "--redis-url", "redis://:secret@h:7/0", "--remeasure"]) == 0
+    assert [str(store) for store in loading.cost_stores][1:] == ["redis://h:7/0"]
+    assert loading.options is not None and loading.options.measure_anew
+    monkeypatch.setenv("MEDUSA_REMEASURE", "0")
+    assert cli.main(["serve", "--port", "0", "--redis-url", "memory"]) == 0
+    assert len(loading.cost_stores) == 1 and not loading.options.measure_anew
+    monkeypatch.setenv("MEDUSA_REMEASURE", "1")
+    assert cli.main(["serve", "--port", "0", "--redis-url", "memory"]) == 0
+    assert loading.options.measure_anew
 
 
 def test_greeting() -> None:

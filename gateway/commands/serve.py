@@ -17,6 +17,7 @@ from gateway.commands.engine_options import add_engine_options
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
+    from backends.cost_stores import CostStore
     from gateway.controller import Controller
     from gateway.routing.backends import Backends
     from gateway.routing.spec import BackendsSpec, EngineSpec
@@ -55,6 +56,8 @@ def add_parser(subparsers: Any) -> None:
         choices=("int8", "int4"),
         help="weights of the linear layers, through torchao; default: as they are",
     )
+    anew = "measure what steps cost at the start even if that is known from an earlier one (MEDUSA_REMEASURE=1)"
+    add("--remeasure", action="store_true", help=anew)
     add("--served-model-name", metavar="NAME", help="what clients ask for; default: the model's own name")
 
     add = parser.add_argument_group("limits").add_argument
@@ -198,6 +201,7 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
 
     def open_engine(engine: EngineSpec) -> Any:
         return _open_engine(
+            args,
             served_name=engine.serves,
             threads=engine.threads,
             **{name: getattr(engine, name) for name in _ONE_ENGINE if name not in ("served_model_name", "quantize")},
@@ -215,6 +219,7 @@ def _open_one(args: argparse.Namespace) -> Backends:
     from gateway.routing.backends import Backends, EngineBackend, ServedModel
 
     opened = _open_engine(
+        args,
         served_name=args.served_model_name,
         **{name: getattr(args, name) for name in _ONE_ENGINE if name != "served_model_name"},
     )
@@ -224,7 +229,7 @@ def _open_one(args: argparse.Namespace) -> Backends:
     return Backends([engine], frozenset([engine.model]))
 
 
-def _open_engine(**given: Any) -> Any:
+def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
     from gateway.cli import CommandError
 
     try:
@@ -233,9 +238,21 @@ def _open_engine(**given: Any) -> Any:
     except ImportError as error:
         raise CommandError(f"the engine can't be imported: {error}") from error
     try:
-        return open_engine(EngineOptions(**given))
+        anew = args.remeasure or os.environ.get("MEDUSA_REMEASURE", "") not in ("", "0")
+        return open_engine(EngineOptions(measure_anew=anew, **given), _cost_stores(args))
     except (OSError, ValueError) as error:
         raise CommandError(f"can't load {given['model'] or 'the demo model'}: {error}") from error
+
+
+def _cost_stores(args: argparse.Namespace) -> list[CostStore]:
+    """Where cost tables are kept: with this user, and in the Redis that was named, for machines of the same kind."""
+    from backends.cost_stores import FolderStore
+    from policy.cost_tables import RedisCostStore
+    from policy.redis_client import parse_redis_url
+
+    url = _redis_url(args, os.environ)
+    shared = [] if url in (None, "memory") else [RedisCostStore(parse_redis_url(url))]
+    return [FolderStore.of_user(), *shared]
 
 
 def _number(kind: type[int] | type[float], low: float, high: float, text: str) -> Any:

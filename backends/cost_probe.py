@@ -1,0 +1,68 @@
+"""Measures what steps cost on this device: the model's forward by rows, the heads by sequences."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.cost import StepCost, measure_runs, medians
+from backends.cost_record import CHECKED_ROWS, restless
+from backends.follow import usual_tree
+from backends.runner import HeadsRunner, ModelRunner
+
+# Sizes at which the table is measured; enough to see where a step stops being bound by memory.
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
+SEQUENCES = (1, 4, 16, 32)
+CONTEXT = 256
+_CHECKS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``restless``: the machine was too busy for this to be believed by others, or later."""
+
+    cost: StepCost
+    restless: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CostProbe:
+    """A runner that nobody else uses at the time, with its heads. Measures over a context of a few hundred tokens."""
+
+    runner: ModelRunner
+    heads: HeadsRunner | None
+
+    def measure(self) -> Measured:
+        """The whole table, in about three seconds for the demo model."""
+        rows = [size for size in ROWS if size <= self.runner.max_rows]
+        self._touch(rows[-1])
+        heads = measure_runs(SEQUENCES, self._propose, time.perf_counter) if self.heads is not None else {}
+        forward = measure_runs(rows, self._forward, time.perf_counter)
+        return Measured(StepCost.from_measurements(medians(forward), medians(heads)), restless(forward))
+
+    def check(self) -> list[tuple[int, float]]:
+        """Milliseconds at the few sizes by which a kept table is judged, in a fraction of the time."""
+        rows = [size for size in CHECKED_ROWS if size <= self.runner.max_rows]
+        self._touch(rows[-1])
+        return medians(measure_runs(rows, self._forward, time.perf_counter, _CHECKS))
+
+    def _touch(self, rows: int) -> None:
+        """The first touch of the memory, which takes longer than any after it."""
+        self._forward(rows)
+
+    def _forward(self, rows: int) -> float:
+        runner = self.runner
+        context = min(CONTEXT, runner.max_context - 2, (runner.num_pages - 1) * PAGE_SIZE)
+        batch = BatchBuilder(runner.num_pages * PAGE_SIZE)
+        batch.add_tree(list(range(-(-(context + 1) // PAGE_SIZE))), 0, context, [0] * (rows - 1), [0] * (rows - 1))
+        # Taking one number waits for a device that works on its own, and costs nothing else.
+        return runner.logits(runner.forward(batch.build()))[0, 0].item()
+
+    def _propose(self, sequences: int) -> object:
+        assert self.heads is not None
+        hidden = torch.zeros(sequences, self.runner.hidden_size, dtype=self.runner.dtype, device=self.runner.device)
+        trees = [usual_tree(self.heads.num_heads)] * sequences
+        return self.heads.propose(hidden, [[0]] * sequences, 10, trees)
