@@ -154,6 +154,8 @@ class EngineCore:
         """Schedule, one packed forward, verify, commit, draft for the next step, emit."""
         now = self._clock()
         emissions = self._expire(now)
+        for sequence in self._running.values():
+            sequence.hurry(now)
         self._admit(now)
         self._in_step = list(self._running.values())
         step = self._schedule()

@@ -8,6 +8,7 @@ from enum import Enum, auto
 import numpy as np
 import torch
 
+from backends.deadline import Behind, Pace, behind
 from backends.lookup import Lookup
 from backends.runner import Proposals
 from backends.sampling import LogitProcessor
@@ -66,6 +67,8 @@ class Sequence:
     first_token_at: float | None = None
     finished_at: float | None = None
     paused_at: list[float] = field(default_factory=list)
+    behind: Behind | None = None
+    behind_at: float | None = None
     _unsent: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -130,6 +133,32 @@ class Sequence:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
+    @property
+    def speedup(self) -> float:
+        """What drafting has measured in this request, by the cost table; 1 without any."""
+        return self.counts.vanilla_ms / self.counts.spent_ms if self.counts.spent_ms else 1.0
+
+    def hurry(self, now: float) -> None:
+        """Draft no more from this step on if the deadline asks for it, see :func:`backends.deadline.behind`."""
+        deadline_s = self.request.deadline_s
+        if deadline_s is None or self.first_token_at is None or self.behind_at is not None:
+            return
+        if self.request.plan.method == "vanilla":
+            return
+        found = behind(
+            Pace(
+                elapsed_s=now - self.first_token_at,
+                tokens=self.num_generated - 1,
+                to_come=self.remaining,
+                left_s=self.arrived + deadline_s - now,
+                speedup=self.speedup,
+            )
+        )
+        self.behind = found or self.behind
+        if found is not None and found.vanilla:
+            self.behind_at = now
+            self.speculation.enabled, self.proposals, self.lookup = False, None, None
+
     def stamp(self, now: float) -> None:
         """Remember when things happened; called at the end of a step that this sequence had a part in."""
         if self.first_token_at is None:
@@ -160,6 +189,8 @@ class Sequence:
         reason = plan.reason
         if self.speculation.pauses:
             reason += f"; went vanilla {self.speculation.pauses} time(s) when drafts did not pay"
+        if self.behind is not None:
+            reason += f"; {self.behind.reason}"
         return GenerationStats(
             method=plan.method,
             num_heads=plan.num_heads if plan.method == "medusa" else 0,
@@ -170,13 +201,14 @@ class Sequence:
             accepted_draft_tokens=counts.accepted,
             accepted_lookup_tokens=counts.lookup_accepted,
             emitted_tokens=self.num_generated,
-            speedup_estimate=counts.vanilla_ms / counts.spent_ms if counts.spent_ms else 1.0,
+            speedup_estimate=self.speedup,
             reason=reason,
             acceptance=plan.acceptance,
             admitted_at=self.admitted_at,
             first_token_at=self.first_token_at,
             finished_at=self.finished_at,
             paused_at=tuple(self.paused_at),
+            behind_at=self.behind_at,
         )
 
     def _logprobs(self, token: int, logits_row: torch.Tensor, top: int) -> PositionLogprobs:

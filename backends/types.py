@@ -131,7 +131,8 @@ class GenerationStats:
     """Raw counts of one finished (or running) sequence. Rates are derived where they are read.
 
     Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
-    when the step that gave its first token had ended, when it ended, and each time it stopped drafting for a while.
+    when the step that gave its first token had ended, when it ended, each time it stopped drafting for a while, and
+    when it stopped for good since it was behind its deadline.
     ``accepted_lookup_tokens``: of the accepted ones, those looked up in the text rather than guessed by heads.
     """
 
@@ -151,6 +152,7 @@ class GenerationStats:
     first_token_at: float | None = None
     finished_at: float | None = None
     paused_at: tuple[float, ...] = ()
+    behind_at: float | None = None
 
     @property
     def tokens_per_step(self) -> float:

@@ -62,7 +62,8 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
     # A sequence's speedup counts by its steps, as steps are what time is spent on.
     weighted = sum(each.speedup_estimate * each.steps for each in stats)
     method: Literal["medusa", "vanilla"] = "medusa" if any(each.method == "medusa" for each in stats) else "vanilla"
-    reasons = [plan.reason, *(each.reason for each in stats)]
+    # An engine goes on from the plan's reason.
+    reasons = [plan.reason, *(each.reason.removeprefix(plan.reason).removeprefix("; ") for each in stats)]
     if any(result.deadline_hit for result in results):
         reasons.append("cut at its deadline")
     if plan.adapted_from:

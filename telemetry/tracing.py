@@ -184,6 +184,8 @@ def _sequence_spans(record: RequestRecord, choice: int, stats: GenerationStats) 
     if choice < len(record.finish_reasons):
         attributes[A.FINISH_REASON] = record.finish_reasons[choice]
     events = [(at, FALLBACK_EVENT, {A.REASON: "drafts did not pay in this sequence"}) for at in stats.paused_at]
+    if stats.behind_at is not None:
+        events.append((stats.behind_at, FALLBACK_EVENT, {A.REASON: "behind its deadline"}))
     if record.decision is not None:
         stages = [stage for stage in record.decision.stages if stage.name == "fallback" and stage.value == "vanilla"]
         events = [*((began, FALLBACK_EVENT, {A.REASON: stage.reason}) for stage in stages), *events]

@@ -155,6 +155,8 @@ def test_a_report_of_an_engine_that_fell_back() -> None:
     result = ChoiceResult(stats=GenerationStats(method="vanilla", steps=5, emitted_tokens=5, reason="fell back"))
     report = decoding_report(DecodingPlan(reason="default"), [result])
     assert (report.method, report.reason) == ("vanilla", "default; fell back")
+    result = ChoiceResult(stats=GenerationStats(method="medusa", steps=5, reason="default; went vanilla"))
+    assert decoding_report(DecodingPlan(reason="default"), [result]).reason == "default; went vanilla"
 
 
 def test_a_report_of_an_adapted_model_says_so() -> None:
