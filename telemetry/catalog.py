@@ -239,8 +239,7 @@ BY_NAME = {metric.name: metric for metric in METRICS}
 # Spans of a request: the server span is named "{operation} {model}", its children:
 CHILD_SPANS = ("classify", "decide", "queue", "prefill", "decode")
 FALLBACK_EVENT = "speculation.fallback"
-"""Event of a decode span: the sequence stopped drafting, for a while or (behind its deadline) for good, or its class is in
-fallback."""
+"""Event of a decode span: the sequence stopped drafting, for a while or for good, or its class is in fallback."""
 
 
 class Attributes:
