@@ -72,7 +72,7 @@ class ModelRunner(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``lm_head`` of hidden states [n, H] -> [n, V] float32."""
+        """``lm_head`` of hidden states [n, H] -> [n, V] float32, which the next call may overwrite."""
         ...
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.heads import MedusaHeads
+from backends.native.library import load_library
 from backends.native.runner import NativeRunner
 from backends.runner import ModelRunner
 from backends.tree import CandidateTree
@@ -221,7 +222,7 @@ class TestBitExactness:
     ) -> None:
         runner = shared_runner(kind, architecture, dtype)
         hidden = alone(runner, random_prompt(random.Random(4), 33, 33))
-        together = runner.logits(hidden)
+        together = runner.logits(hidden).clone()
         assert together.dtype == torch.float32
         for count in (1, 2, 3, 4, 5, 7, 8, 13):
             picked = random.Random(count).sample(range(33), count)
@@ -346,6 +347,39 @@ def test_sequential_heads_guess_what_follows_each_drafted_token(kind: str, draft
             assert seen == [(0, 0), (0, 2), (1, 3), (2, 1)]
         else:
             assert len(proposals.tokens) > 1
+
+
+def has_int8() -> bool:
+    return "native" in RUNNERS and bool(load_library().mg_has_int8())
+
+
+@pytest.mark.skipif("not has_int8()", reason="no kernels, or no eight-bit dot products here")
+@pytest.mark.parametrize("draft_ids", [None, list(range(3, 200, 7))], ids=["whole", "reduced"])
+def test_eight_bit_heads_say_nearly_what_the_checkpoint_says(draft_ids: list[int] | None) -> None:
+    """In bfloat16 the native heads' layers are in eight bits; inner size 96 ends in half a group."""
+    model, heads = tiny_lm("llama", dtype=torch.bfloat16), random_heads(draft_ids, "hidden+token", sequential=True)
+    runner = make_runner("native", model)
+    hidden = alone(runner, random_prompt(random.Random(12), 40, 40))
+    hidden[3] *= torch.where(torch.arange(hidden.shape[1]) == 5, 30.0, 1.0)  # one element far above the rest
+    hidden[4] = 0.0
+    contexts = [[token] for token in range(40)]
+    bound = runner.bind_heads(heads)
+    found = bound.propose(hidden, contexts, 5)
+    embeddings = model.get_input_embeddings().weight.float()
+    ids = torch.arange(VOCAB) if draft_ids is None else torch.tensor(draft_ids)
+    with torch.inference_mode():
+        state = heads.follow_hidden(0, hidden.float(), embeddings[:40])
+        p = torch.softmax(F.linear(state, model.lm_head.weight.float()[ids]), -1)
+    column = {token: i for i, token in enumerate(ids.tolist())}
+    off = []
+    for i, proposals in enumerate(found):
+        theirs = p[i, [column[token] for token in proposals.tokens[0].tolist()]].numpy()
+        off.append(np.abs(proposals.probabilities[0] - theirs).max())
+        assert theirs[0] > p[i].max() - 0.2
+        [single] = bound.propose(hidden[i : i + 1], contexts[i : i + 1], 5)
+        assert (single.probabilities == proposals.probabilities).all()
+    assert max(off) < 0.2
+    assert sum(off) / len(off) < 0.03
 
 
 @pytest.mark.skipif("native" not in RUNNERS, reason="no native kernels here")

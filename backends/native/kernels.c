@@ -28,25 +28,33 @@ typedef struct {
     const int32_t *page_offsets, *pages, *out_row;
 } mg_batch;
 
+// A layer in eight bits (int8.h): packed weights, and the scale of each output column.
 typedef struct {
-    int32_t heads, hidden, inner, in_size, draft_vocab_padded, draft_vocab, is_bf16, reserved;
+    const uint8_t *weights;
+    const float *scale;
+} mg_int8;
+
+// With is_int8, the layers are up8, down8 and draft_lm_head8; the other three are not set.
+typedef struct {
+    int32_t heads, hidden, inner, in_size, draft_vocab_padded, draft_vocab, is_bf16, is_int8;
     const void *up, *down, *draft_lm_head, *embed;
     const float *up_bias;
     const int32_t *draft_ids;
+    mg_int8 up8, down8, draft_lm_head8;
 } mg_heads;
 
 // Lists of guesses of n sequences, `lists` for each at most, k guesses in a list; arrays [n, lists, k]. List 0 follows the
 // pending token. A sequence with planned > 0 has its lists named: list i follows guess plan_rank[i] of list
-// plan_above[i] (ascending in level). Otherwise the `width` likeliest guesses of each level are followed, as far as
-// their survival reaches `least`. Rows are the lists of the present level.
+// plan_above[i] (ascending in level); planned may be NULL. Otherwise the `width` likeliest guesses of each level are
+// followed, as far as their survival reaches `least`. Rows are the lists of the present level.
 typedef struct {
     int32_t n, lists, k, width;
     float least;
     int32_t rows;
-    const int32_t *planned, *plan_above, *plan_rank;
-    int32_t *tokens, *below, *count;  // below [n, lists, k]: -1 at first; count [n]: lists in use
+    const int32_t *pending, *planned, *plan_above, *plan_rank;
+    int32_t *tokens, *below;   // below [n, lists, k]: -1 for none
     float *probabilities, *survival;  // survival [n, lists]
-    int32_t *first;                   // [n]: first list of the present level
+    int32_t *count, *first;           // [n]: lists in use; first list of the present level
     int32_t *from, *token, *list;     // of each row: row of the state above, token chosen, list (of all n * lists)
 } mg_follow;
 
@@ -77,6 +85,21 @@ static void follow_open(mg_follow *follow, int s, int at, int row_above, int *ro
     ++*rows;
 }
 
+// Sets up list 0 of each sequence.
+static void follow_begin(mg_follow *follow) {
+    const long guesses = (long)follow->n * follow->lists * follow->k;
+    for (long i = 0; i < guesses; i++) follow->below[i] = -1;
+    for (int s = 0; s < follow->n; s++) {
+        follow->count[s] = 1;
+        follow->first[s] = 0;
+        follow->survival[(long)s * follow->lists] = 1.0f;
+        follow->from[s] = s;
+        follow->token[s] = follow->pending[s];
+        follow->list[s] = s * follow->lists;
+    }
+    follow->rows = follow->n;
+}
+
 // Sets the rows of the next level; none when `more` is 0.
 static void follow_choose(mg_follow *follow, int more) {
     int row_above = 0, rows = 0;
@@ -84,7 +107,7 @@ static void follow_choose(mg_follow *follow, int more) {
     for (int s = 0; more && s < follow->n; s++) {
         const int first = follow->first[s], end = follow->count[s];
         const long base = (long)s * follow->lists;
-        if (follow->planned[s]) {
+        if (follow->planned && follow->planned[s]) {
             for (int i = end; i < follow->planned[s]; i++) {
                 const int above = follow->plan_above[base + i];
                 if (above >= end) break;
@@ -124,6 +147,9 @@ static void follow_choose(mg_follow *follow, int more) {
 #define STEP 1
 #define NAME(x) x##_f32
 #include "transformer.h"
+#include "int8.h"
+
+int mg_has_int8(void) { return HAS_INT8; }
 
 static void *aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
@@ -208,9 +234,36 @@ int mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, cons
     return failed;
 }
 
-// Guesses of sequential heads; `follow` comes with its first rows set. Returns 1 when out of memory.
+static int follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, size_t rows) {
+    const size_t floats[] = {heads->in_size, heads->inner, heads->hidden, heads->hidden, heads->draft_vocab_padded};
+    const size_t bytes[] = {heads->in_size, heads->inner, heads->hidden};
+    size_t size = 0;
+    for (int i = 0; i < 5; i++) size += rows * floats[i] * sizeof(float);
+    for (int i = 0; i < 3; i++) size += rows * (bytes[i] + (int8_groups(bytes[i]) + 1) * sizeof(float));
+    void *memory = aligned(size);
+    if (!memory) return 1;
+    float *part[5], *next = memory;
+    for (int i = 0; i < 5; i++, next += rows * floats[i - 1]) part[i] = next;
+    int8_rows quantised[3];
+    for (int i = 0; i < 3; i++) {
+        const int groups = int8_groups(bytes[i]);
+        quantised[i] = (int8_rows){NULL, next, next + rows * groups, groups};
+        next += rows * (groups + 1);
+    }
+    int8_t *x = (int8_t *)next;
+    for (int i = 0; i < 3; i++, x += rows * bytes[i - 1]) quantised[i].x = x;
+    follow_int8_job job = {heads, follow, hidden, part[0], part[1], {part[2], part[3]}, part[4],
+                           quantised[0], quantised[1], quantised[2]};
+    pool_run(pool, follow_int8_member, &job);
+    free(memory);
+    return 0;
+}
+
+// Guesses of sequential heads; what `follow` points to, but for pending tokens and plans, is written here. Returns 1 when out of memory.
 int mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, int max_rows) {
     const size_t rows = max_rows;
+    follow_begin(follow);
+    if (heads->is_int8) return follow_int8(pool, heads, follow, hidden, rows);
     void *x_in = aligned(rows * heads->in_size * 4), *act = aligned(rows * heads->inner * 4);
     void *one = aligned(rows * heads->hidden * 4), *other = aligned(rows * heads->hidden * 4);
     float *sums = aligned(rows * heads->hidden * 4), *logits = aligned(rows * heads->draft_vocab_padded * 4);
@@ -275,7 +328,7 @@ static void top_k_row(const float *row, int n, int k, int32_t *id, float *probab
         if (count == LANES) {
             const vf v = vf_load(row + i);
             sum += vf_exp(v - vf_set(m));
-            if (held == k && vf_hmax(v) <= best[k - 1]) continue;
+            if (held == k && !vf_any_above(v, best[k - 1])) continue;
         } else
             for (int j = 0; j < count; j++) rest += expf(row[i + j] - m);
         for (int j = 0; j < count; j++) {

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import platformdirs
 
-SOURCES = ("kernels.c", "transformer.h", "simd.h", "team.h")
+SOURCES = ("kernels.c", "transformer.h", "int8.h", "simd.h", "team.h")
 # No contraction and no fast-math: an operation gives the same bits wherever the compiler places it.
 FLAGS = (
     "-O2",
@@ -95,6 +95,10 @@ class Batch(ctypes.Structure):
     ]
 
 
+class Int8Layer(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("weights", "scale")]
+
+
 class Heads(ctypes.Structure):
     _fields_ = [
         *(
@@ -107,27 +111,16 @@ class Heads(ctypes.Structure):
                 "draft_vocab_padded",
                 "draft_vocab",
                 "is_bf16",
-                "reserved",
+                "is_int8",
             )
         ),
         *((name, c_void_p) for name in ("up", "down", "draft_lm_head", "embed", "up_bias", "draft_ids")),
+        *((name, Int8Layer) for name in ("up8", "down8", "draft_lm_head8")),
     ]
 
 
-FOLLOW_ARRAYS = (
-    "planned",
-    "plan_above",
-    "plan_rank",
-    "tokens",
-    "below",
-    "count",
-    "probabilities",
-    "survival",
-    "first",
-    "from",
-    "token",
-    "list",
-)
+FOLLOW_PLANS = ("planned", "plan_above", "plan_rank")
+FOLLOW_WRITTEN = ("tokens", "below", "probabilities", "survival", "count", "first", "from", "token", "list")
 
 
 class Follow(ctypes.Structure):
@@ -135,7 +128,7 @@ class Follow(ctypes.Structure):
         *((name, c_int32) for name in ("n", "lists", "k", "width")),
         ("least", c_float),
         ("rows", c_int32),
-        *((name, c_void_p) for name in FOLLOW_ARRAYS),
+        *((name, c_void_p) for name in ("pending", *FOLLOW_PLANS, *FOLLOW_WRITTEN)),
     ]
 
 
@@ -211,6 +204,7 @@ def _bind(library: ctypes.CDLL) -> None:
     declare("mg_copy_slots", None, POINTER(Model), c_void_p, c_void_p, c_int)
     declare("mg_heads_logits", c_int, pool, POINTER(Heads), c_void_p, c_void_p, c_int, c_void_p)
     declare("mg_heads_follow", c_int, pool, POINTER(Heads), POINTER(Follow), c_void_p, c_int)
+    declare("mg_has_int8", c_int)
     declare("mg_argmax", None, pool, c_void_p, rows, c_int, c_int64, c_int, c_void_p)
     declare("mg_top_k", None, pool, c_void_p, c_int, c_int64, c_int, c_int, c_void_p, c_void_p)
     declare("mg_sample", c_int, pool, c_void_p, rows, c_int, c_int64, c_int, *[c_void_p] * 6)
@@ -218,10 +212,12 @@ def _bind(library: ctypes.CDLL) -> None:
 
 __all__ = [
     "BATCH_ARRAYS",
-    "FOLLOW_ARRAYS",
+    "FOLLOW_PLANS",
+    "FOLLOW_WRITTEN",
     "Batch",
     "Follow",
     "Heads",
+    "Int8Layer",
     "Layer",
     "Model",
     "NativeUnavailable",

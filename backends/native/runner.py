@@ -63,6 +63,17 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, LANES, k // step, step).permute(0, 2, 1, 3).contiguous()
 
 
+def pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, K] -> the operand of ``int8.h``: [ceil(N / 16), K / 4, 16, 4] uint8 around 128, and each row's scale [N'].
+
+    K must be a multiple of 4.
+    """
+    padded = F.pad(weight.to(torch.float32), (0, 0, 0, -weight.shape[0] % LANES))
+    scale = padded.abs().amax(dim=1).clamp(min=1e-30) / 127.0
+    q = ((padded / scale[:, None]).round() + 128.0).to(torch.uint8)
+    return q.view(-1, LANES, weight.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous(), scale
+
+
 class NativeRunner:
     """See :class:`backends.runner.ModelRunner`. Copies the weights of a transformers model, which may then be freed."""
 
@@ -93,6 +104,7 @@ class NativeRunner:
         self.embeddings: torch.Tensor = model.model.embed_tokens.weight.detach().contiguous()
         self._lm_head = self.arena.keep(pack(model.lm_head.weight.detach()))
         self._vocab_padded = self._lm_head.shape[0] * LANES
+        self._logits = torch.empty(0, self._vocab_padded)
         self._k_pool = torch.zeros(pool, dtype=self.dtype)
         self._v_pool = torch.zeros(pool, dtype=self.dtype)
         self._layers = layers
@@ -136,7 +148,9 @@ class NativeRunner:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(hidden), self._vocab_padded, dtype=torch.float32)
+        if len(hidden) > len(self._logits):
+            self._logits = torch.empty(max(len(hidden), 2 * len(self._logits)), self._vocab_padded)
+        out = self._logits[: len(hidden), : self.vocab_size]
         self._lib.mg_project(
             self._pool,
             self._is_bf16,
@@ -147,7 +161,7 @@ class NativeRunner:
             self._vocab_padded // LANES,
             out.data_ptr(),
         )
-        return out[:, : self.vocab_size]
+        return out
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         if source:
@@ -230,21 +244,28 @@ class NativeHeads:
         self._runner = runner
         self._heads = heads
         self.num_heads = heads.num_heads
-        dtype = runner.dtype
         ids = heads.draft_token_ids
         self._draft_ids = np.arange(runner.vocab_size, dtype=np.int32) if ids is None else ids.numpy()
-        up = pack(heads.up.weight.detach().to(dtype).flatten(0, 1))
-        down = torch.stack([pack(weight.to(dtype)) for weight in heads.down.weight.detach()])
-        # Rows of lm_head are taken back out of the packed operand: [units, K / step, 16, step] -> [V, K].
-        packed = runner._lm_head
-        if ids is not None:
-            rows = packed.permute(0, 2, 1, 3).reshape(-1, runner.hidden_size)[ids.long()]
-            packed = pack(rows)
         assert heads.up.bias is not None
         bias = heads.up.bias.detach().to(torch.float32).flatten().contiguous()
-        up, down, packed = (runner.arena.keep(weight) for weight in (up, down, packed))
-        self._kept = (up, down, packed, bias)
-        self._vocab_padded = packed.shape[0] * LANES
+        self._kept: list[torch.Tensor] = [bias]
+        self._vocab_padded = -(-len(self._draft_ids) // LANES) * LANES
+        # Guesses need no more than eight bits, and the heads take half the time. In float32 the backbone's precision
+        # was asked for, so the heads keep it too.
+        int8 = heads.sequential and runner.dtype == torch.bfloat16 and bool(runner._lib.mg_has_int8())
+        up, down = heads.up.weight.detach().flatten(0, 1), heads.down.weight.detach()
+        if int8:
+            layers = {
+                "up8": self._int8(up),
+                "down8": self._int8(down.flatten(0, 1)),
+                "draft_lm_head8": self._int8(self._draft_rows()),
+            }
+        else:
+            layers = {
+                "up": self._keep(pack(up.to(runner.dtype))),
+                "down": self._keep(torch.stack([pack(weight.to(runner.dtype)) for weight in down])),
+                "draft_lm_head": runner._lm_head.data_ptr() if ids is None else self._keep(pack(self._draft_rows())),
+            }
         self._struct = lib.Heads(
             heads=self.num_heads,
             hidden=runner.hidden_size,
@@ -253,13 +274,25 @@ class NativeHeads:
             draft_vocab_padded=self._vocab_padded,
             draft_vocab=len(self._draft_ids),
             is_bf16=runner._is_bf16,
-            up=up.data_ptr(),
-            down=down.data_ptr(),
-            draft_lm_head=packed.data_ptr(),
+            is_int8=int8,
             embed=runner.embeddings.data_ptr(),
             up_bias=bias.data_ptr(),
             draft_ids=self._draft_ids.ctypes.data,
+            **layers,
         )
+
+    def _draft_rows(self) -> torch.Tensor:
+        """Rows of ``lm_head`` [V', H], taken back out of the packed operand [units, K / step, 16, step]."""
+        rows = self._runner._lm_head.permute(0, 2, 1, 3).reshape(-1, self._runner.hidden_size)
+        return rows[torch.from_numpy(self._draft_ids).long()]
+
+    def _keep(self, weight: torch.Tensor) -> int:
+        kept = self._runner.arena.keep(weight)
+        self._kept.append(kept)
+        return kept.data_ptr()
+
+    def _int8(self, weight: torch.Tensor) -> lib.Int8Layer:
+        return lib.Int8Layer(*map(self._keep, pack_int8(weight)))
 
     def propose(
         self,
@@ -308,32 +341,35 @@ class NativeHeads:
         k = min(k, MAX_RANKS, len(self._draft_ids))
         hidden = hidden.contiguous()
         plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
-        width = max((plan.widest for plan in plans.values()), default=0)
-        width = max(width, WIDTH)
-        lists = max([1 + WIDTH * (self.num_heads - 1), *(plan.lists for plan in plans.values())])
-        planned = np.zeros(n, dtype=np.int32)
-        plan_above, plan_rank = np.zeros((2, n, lists), dtype=np.int32)
-        for i, plan in plans.items():
-            planned[i] = plan.lists
-            plan_above[i, 1 : plan.lists] = plan.above
-            plan_rank[i, 1 : plan.lists] = plan.ranks
-        tokens = np.empty((n, lists, k), dtype=np.int32)
-        below = np.full((n, lists, k), -1, dtype=np.int32)
-        probabilities = np.empty((n, lists, k), dtype=np.float32)
-        count, survival = np.ones(n, dtype=np.int32), np.ones((n, lists), dtype=np.float32)
-        rows = np.zeros((3, n * width), dtype=np.int32)  # row above, token, list
-        rows[0, :n] = np.arange(n)
-        rows[1, :n] = [context[-1] for context in contexts]
-        rows[2, :n] = np.arange(n) * lists
-        arrays = (planned, plan_above, plan_rank, tokens, below, count, probabilities, survival)
-        arrays = (*arrays, np.zeros(n, dtype=np.int32), rows[0], rows[1], rows[2])
-        pointers = {name: array.ctypes.data for name, array in zip(lib.FOLLOW_ARRAYS, arrays, strict=True)}
-        follow = lib.Follow(n=n, lists=lists, k=k, width=WIDTH, least=LEAST_SURVIVAL, rows=n, **pointers)
+        width, lists = WIDTH, 1 + WIDTH * (self.num_heads - 1)
+        for plan in plans.values():
+            width, lists = max(width, plan.widest), max(lists, plan.lists)
+        # One allocation for all that the kernel writes, which it sets up itself: between two steps the caches hold
+        # weights, and every array made here would cost more than its size says.
+        guesses = n * lists * k
+        sizes = (guesses, guesses, guesses, n * lists, n, n, n * width, n * width, n * width)
+        memory = np.empty(sum(sizes), dtype=np.int32)
+        first, pointers = memory.ctypes.data, {}
+        for name, size in zip(lib.FOLLOW_WRITTEN, sizes, strict=True):
+            pointers[name], first = first, first + 4 * size
+        pending = np.array([context[-1] for context in contexts], dtype=np.int32)
+        if plans:
+            plan_above, plan_rank = np.zeros((2, n, lists), dtype=np.int32)
+            planned = np.zeros(n, dtype=np.int32)
+            for i, plan in plans.items():
+                planned[i] = plan.lists
+                plan_above[i, 1 : plan.lists] = plan.above
+                plan_rank[i, 1 : plan.lists] = plan.ranks
+            given = (planned, plan_above, plan_rank)
+            pointers |= {name: array.ctypes.data for name, array in zip(lib.FOLLOW_PLANS, given, strict=True)}
+        follow = lib.Follow(
+            n=n, lists=lists, k=k, width=WIDTH, least=LEAST_SURVIVAL, pending=pending.ctypes.data, **pointers
+        )
         if runner._lib.mg_heads_follow(
             runner._pool, ctypes.byref(self._struct), ctypes.byref(follow), hidden.data_ptr(), n * width
         ):
             raise MemoryError("no memory for the heads")
-        return [
-            Proposals(tokens[i, :used], probabilities[i, :used], below[i, :used])
-            for i, used in enumerate(count.tolist())
-        ]
+        tokens, below = memory[: 2 * guesses].reshape(2, n, lists, k)
+        probabilities = memory[2 * guesses : 3 * guesses].view(np.float32).reshape(n, lists, k)
+        count = memory[3 * guesses + n * lists :][:n].tolist()
+        return [Proposals(tokens[i, :used], probabilities[i, :used], below[i, :used]) for i, used in enumerate(count)]

@@ -56,6 +56,14 @@ INLINE float vf_hmax(vf v) {
     return m;
 }
 
+INLINE int vf_any_above(vf v, float x) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+#else
+    return vf_hmax(v) > x;
+#endif
+}
+
 // exp(x), polynomial of degree 6 after range reduction by ln 2 (Cody and Waite); 0 below -87, exp(88) above 88.
 INLINE vf vf_exp(vf x) {
     const vf low = vf_set(-87.0f);
