@@ -1,24 +1,41 @@
 """How far the cost table is from the clock, kept up to date while serving.
 
 The table is measured at start, on an idle engine; a served step also plans, samples and formats, and a shared machine
-changes. What decides about drafting is only whether steps with drafts are misjudged *more* than steps without, so
-that is what is learned: the ratio of two ratios, in which the machine's mood cancels out.
+changes from one second to the next. What decides about drafting is only whether steps with drafts are misjudged *more*
+than steps without, so that is what is learned, from steps of both kinds that stand next to each other: whatever the
+machine's mood, it is the same for both. :class:`backends.gate.DraftGate` sees to it that both kinds occur.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
-_MEMORY = 0.04
 _LEAST, _MOST = 0.8, 2.0
-_LEARNED_AFTER = 100
-"""Steps of each kind after which a factor is worth keeping for the next start."""
+# Where steps change from one kind to the other, the first is compared with the median of the last few of the other.
+# Medians of few, because single steps stall, and those of a minute ago were another machine's.
+_BESIDE, _FEWEST_BESIDE, _BESIDE_WITHIN = 8, 3, 24
+_PAIRS, _FEWEST_PAIRS = 15, 3
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of a size. ``recent``: number and ratio of the last ones of each kind; ``pairs``: drafting over vanilla."""
+
+    steps: int = 0
+    drafting: bool | None = None
+    recent: dict[bool, deque[tuple[int, float]]] = field(
+        default_factory=lambda: {kind: deque(maxlen=_BESIDE) for kind in (False, True)}
+    )
+    pairs: deque[float] = field(default_factory=lambda: deque(maxlen=_PAIRS))
+    factor: float | None = None
 
 
 @dataclass(slots=True)
 class Calibration:
-    """Measured over predicted time of decode steps, by power of two of decoding sequences, with and without drafts.
+    """What a drafting step takes over the table's word, relative to a vanilla step, by power of two of sequences.
 
     Switched off, the table's word stands: for comparisons that other work on the machine must not disturb.
     """
@@ -26,37 +43,39 @@ class Calibration:
     enabled: bool = True
     start: Mapping[int, float] = field(default_factory=dict)
     """What an earlier run of this engine had :meth:`learned`; counts until this one knows better."""
-    _vanilla: dict[int, float] = field(default_factory=dict)
-    _drafting: dict[int, float] = field(default_factory=dict)
-    _any_vanilla: float | None = None
-    _steps: dict[tuple[int, bool], int] = field(default_factory=dict)
+    _sizes: dict[int, _Size] = field(default_factory=dict)
 
     def observe(self, sequences: int, *, drafting: bool, predicted_ms: float, measured_ms: float) -> None:
-        """A step without prompt rows. One stalled step counts no more than twice what was expected of it."""
+        """A step of one kind: with candidates (``drafting``), or with neither candidates nor heads; no prompt rows."""
         if not self.enabled or measured_ms <= 0.0 or predicted_ms <= 0.0:
             return  # a clock that stands still says nothing
-        ratio, bucket = min(max(measured_ms / predicted_ms, 1e-3), 1e3), sequences.bit_length()
-        book = self._drafting if drafting else self._vanilla
-        known = book.get(bucket)
-        self._steps[bucket, drafting] = self._steps.get((bucket, drafting), 0) + 1
-        book[bucket] = ratio if known is None else known + _MEMORY * (min(ratio, 2.0 * known) - known)
-        if not drafting:
-            self._any_vanilla = book[bucket]
+        size = self._sizes.setdefault(sequences.bit_length(), _Size())
+        ratio = min(max(measured_ms / predicted_ms, 1e-3), 1e3)
+        size.steps += 1
+        size.recent[drafting].append((size.steps, ratio))
+        if drafting == size.drafting:
+            return
+        size.drafting = drafting
+        others = [other for step, other in size.recent[not drafting] if size.steps - step <= _BESIDE_WITHIN]
+        if len(others) >= _FEWEST_BESIDE:
+            beside = median(others)
+            size.pairs.append(ratio / beside if drafting else beside / ratio)
+            if len(size.pairs) >= _FEWEST_PAIRS:
+                size.factor = _clipped(median(size.pairs))
 
     def factor(self, sequences: int) -> float:
-        """What a drafting step costs over the table's word, relative to vanilla; by ``start`` until both are known."""
+        """By ``start``, else 1, until steps of both kinds were seen side by side."""
         bucket = sequences.bit_length()
-        drafting, vanilla = self._drafting.get(bucket), self._vanilla.get(bucket, self._any_vanilla)
-        if drafting is None or vanilla is None:
-            return min(max(self.start.get(bucket, 1.0), _LEAST), _MOST)
-        return min(max(drafting / vanilla, _LEAST), _MOST)
+        size = self._sizes.get(bucket)
+        if size is None or size.factor is None:
+            return _clipped(self.start.get(bucket, 1.0))
+        return size.factor
 
     def learned(self) -> dict[int, float]:
-        """Factors by power of two of sequences, where enough steps of both kinds were seen. Safe from any thread."""
-        steps = dict(self._steps)
-        known = [
-            size
-            for size, drafting in steps
-            if drafting and min(steps[size, True], steps.get((size, False), 0)) >= _LEARNED_AFTER
-        ]
-        return {size: self.factor(1 << (size - 1)) for size in known}
+        """Factors by power of two of sequences, where they rest on as many pairs as are kept. Safe from any thread."""
+        sizes = list(self._sizes.items())
+        return {bucket: size.factor for bucket, size in sizes if size.factor is not None and len(size.pairs) == _PAIRS}
+
+
+def _clipped(factor: float) -> float:
+    return min(max(factor, _LEAST), _MOST)

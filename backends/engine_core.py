@@ -180,8 +180,8 @@ class EngineCore:
         # What drafting costs over the table's word, in all books of this step.
         factor = self.calibration.factor(len(decoded))
         self._judge(step, decoded, factor)
-        self._propose(step.scheduled, results, hidden)
-        self._count(step, decoded, factor, began)
+        asked = self._propose(step.scheduled, results, hidden)
+        self._count(step, decoded, factor, began, asked)
         for item in step.scheduled:
             emissions.append((item.sequence.id, item.sequence.take_chunk()))
             if item.sequence.finish_reason is not None:
@@ -342,15 +342,23 @@ class EngineCore:
                     step_ms=heads_ms,
                 )
 
-    def _count(self, step: _Step, decoded: list[_Scheduled], factor: float, began: float) -> None:
-        """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost."""
+    def _count(self, step: _Step, decoded: list[_Scheduled], factor: float, began: float, asked: int) -> None:
+        """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost.
+
+        ``asked``: sequences that the heads have run for in it.
+        """
         ended = self._clock()
         measured_ms = (ended - began) * 1e3
         with_drafts = step.spent_ms > step.vanilla_ms
         spent_ms = step.spent_ms * factor if with_drafts else step.spent_ms
-        if decoded and not step.chunks and len(decoded) == len(step.scheduled):
+        candidates = step.batch.rows > len(step.scheduled)
+        # The clock has seen the heads of this step, whose guesses are for the next.
+        if decoded and not step.chunks and len(decoded) == len(step.scheduled) and (candidates or not asked):
             self.calibration.observe(
-                len(decoded), drafting=with_drafts, predicted_ms=step.spent_ms, measured_ms=measured_ms
+                len(decoded),
+                drafting=candidates,
+                predicted_ms=self.cost.step_ms(step.batch.rows, asked),
+                measured_ms=measured_ms,
             )
         extra_ms = spent_ms - step.vanilla_ms
         weights = [len(item.draft.tokens) or (item.proposals is not None) for item in decoded]
@@ -379,7 +387,6 @@ class EngineCore:
         for item in step.scheduled:
             item.sequence.counts.steps += 1
             item.sequence.stamp(ended)
-        candidates = step.batch.rows > len(step.scheduled)
         kind = "prefill" if step.chunks else "verification" if candidates else "vanilla"
         self.samples.append(StepSample(kind, step.batch.rows, ended - began, step.vanilla_ms / 1e3))
 
@@ -397,8 +404,11 @@ class EngineCore:
                 target.append(sequence.pages[page] * PAGE_SIZE + place)
         self.runner.copy_slots(source, target)
 
-    def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> None:
-        """Run the heads where the next step may use them. A tree that the plan itself asks for is always used."""
+    def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> int:
+        """Run the heads where the next step may use them; returns for how many sequences.
+
+        A tree that the plan itself asks for is always used.
+        """
         going_on = []
         for item, result in zip(scheduled, results, strict=True):
             item.sequence.proposals = None
@@ -412,7 +422,7 @@ class EngineCore:
         if wanting and not self.gate.allows(len(going_on)):
             wanting = [(sequence, row) for sequence, row in wanting if sequence.request.plan.tree is not None]
         if not wanting or self.heads is None:
-            return
+            return 0
         sequences, rows = [sequence for sequence, _ in wanting], [row for _, row in wanting]
         contexts = [sequence.tokens for sequence in sequences]
         ranks = max(
@@ -423,3 +433,4 @@ class EngineCore:
         proposals = self.heads.propose(hidden[rows], contexts, max(self.config.proposals, ranks), trees)
         for sequence, found in zip(sequences, proposals, strict=True):
             sequence.proposals = found
+        return len(sequences)

@@ -16,13 +16,17 @@ _OPEN_AT, _CLOSE_AT = 1.02, 1.0
 _MEMORY = 0.05
 _PROBE_MEMORY = 0.25
 _PROBE_EVERY = 64
+# Open, so many steps apart two go without the heads: the second is a vanilla step throughout, for calibration. More
+# often at first, when nothing is known.
+_FIRST_REFERENCE, _REFERENCE_EVERY, _REFERENCE_STEPS = 16, 128, 2
 _NODES_CONSIDERED = 8
 
 
 class DraftGate:
     """One estimate of speedup for each power of two of concurrently decoding sequences.
 
-    Closed, it lets one step in :data:`_PROBE_EVERY` through, to notice when the traffic has changed.
+    Closed, it lets one step in :data:`_PROBE_EVERY` through, to notice when the traffic has changed. Open, it holds a
+    step back now and then, so that :class:`backends.calibration.Calibration` sees both kinds side by side.
     ``accuracies[h][r]`` as in :meth:`CandidateTree.from_accuracies`; empty: open everywhere at first.
     """
 
@@ -31,6 +35,8 @@ class DraftGate:
         self._speedup: dict[int, float] = {}
         self._open: dict[int, bool] = {}
         self._denied: dict[int, int] = {}
+        self._allowed: dict[int, int] = {}
+        self._reference_after: dict[int, int] = {}
 
     def speedup(self, sequences: int) -> float:
         """The present estimate for a batch of this size."""
@@ -41,7 +47,7 @@ class DraftGate:
         bucket = self._bucket(sequences)
         is_open = self._open.setdefault(bucket, self.speedup(sequences) >= _CLOSE_AT)
         if is_open:
-            return True
+            return not self._is_reference(bucket)
         self._denied[bucket] = self._denied.get(bucket, 0) + 1
         return self._denied[bucket] % _PROBE_EVERY == 0
 
@@ -55,6 +61,14 @@ class DraftGate:
         estimate += memory * (gained - estimate)
         self._speedup[bucket] = estimate
         self._open[bucket] = estimate >= (_CLOSE_AT if is_open else _OPEN_AT)
+
+    def _is_reference(self, bucket: int) -> bool:
+        after = self._reference_after.get(bucket, _FIRST_REFERENCE)
+        count = self._allowed[bucket] = self._allowed.get(bucket, 0) + 1
+        if count == after + _REFERENCE_STEPS:
+            self._allowed[bucket] = 0
+            self._reference_after[bucket] = min(2 * after, _REFERENCE_EVERY)
+        return count > after
 
     def _prior(self, sequences: int) -> float:
         if not self._accuracies:

@@ -9,40 +9,52 @@ from hypothesis import strategies as st
 from backends.calibration import Calibration
 
 
-def served(calibration: Calibration, *, drafting: bool, ratio: float, steps: int = 200, sequences: int = 4) -> None:
-    for _ in range(steps):
+def served(calibration: Calibration, *ratios: tuple[bool, float], sequences: int = 4) -> None:
+    """Steps as (drafting, measured over predicted)."""
+    for drafting, ratio in ratios:
         calibration.observe(sequences, drafting=drafting, predicted_ms=10.0, measured_ms=10.0 * ratio)
+
+
+def cycle(drafting: float, vanilla: float, steps: int = 20) -> list[tuple[bool, float]]:
+    """What an open gate lets happen: drafting steps, then one without."""
+    return [(True, drafting)] * steps + [(False, vanilla)]
 
 
 def test_without_both_kinds_of_steps_the_table_is_believed() -> None:
     calibration = Calibration()
     assert calibration.factor(4) == 1.0
-    served(calibration, drafting=True, ratio=1.4)
+    served(calibration, *[(True, 1.4)] * 300)
     assert calibration.factor(4) == 1.0
 
 
 def test_only_what_drafting_costs_more_counts() -> None:
     calibration = Calibration()
     for slower in (1.0, 3.0):  # a busy machine slows both kinds alike
-        served(calibration, drafting=False, ratio=slower)
-        served(calibration, drafting=True, ratio=1.2 * slower)
-        assert calibration.factor(4) == pytest.approx(1.2, rel=0.02)
+        served(calibration, *cycle(1.2 * slower, slower) * 20)
+        assert calibration.factor(4) == pytest.approx(1.2)
+    assert calibration.factor(1) == 1.0, "another size"
 
 
-def test_vanilla_steps_of_another_size_stand_in() -> None:
+def test_a_mood_between_two_looks_is_not_taken_for_the_cost_of_drafting() -> None:
+    """Drafting steps of a slow minute are compared with vanilla steps of that minute, not with those of the last."""
     calibration = Calibration()
-    served(calibration, drafting=False, ratio=1.1, sequences=1)
-    served(calibration, drafting=True, ratio=1.32, sequences=16)
-    assert calibration.factor(16) == pytest.approx(1.2)
+    served(calibration, *cycle(1.0, 1.0) * 10)
+    served(calibration, *[(True, 1.8)] * 500)
+    assert calibration.factor(4) == pytest.approx(1.0)
 
 
-def test_a_stalled_step_and_a_standing_clock_move_little() -> None:
+def test_probes_of_a_closed_gate_count_as_well() -> None:
     calibration = Calibration()
-    served(calibration, drafting=False, ratio=1.0)
-    served(calibration, drafting=True, ratio=1.0)
-    calibration.observe(4, drafting=True, predicted_ms=10.0, measured_ms=60_000.0)
-    calibration.observe(4, drafting=True, predicted_ms=10.0, measured_ms=0.0)
-    assert calibration.factor(4) < 1.05
+    served(calibration, *([(False, 1.0)] * 63 + [(True, 1.3)]) * 5)
+    assert calibration.factor(4) == pytest.approx(1.3)
+
+
+def test_a_stalled_step_and_a_standing_clock_move_nothing() -> None:
+    calibration = Calibration()
+    served(calibration, (True, 6_000.0), *cycle(1.0, 1.0) * 5)
+    assert calibration.factor(4) == pytest.approx(1.0), "not the first step either, which pays for cold caches"
+    served(calibration, *cycle(1.0, 1.0, steps=19), (True, 500.0), (True, 0.0), (False, 700.0), *cycle(1.0, 1.0))
+    assert calibration.factor(4) == pytest.approx(1.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.floats(0, 1e4), st.floats(0, 1e6)), max_size=50))

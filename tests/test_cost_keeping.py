@@ -240,9 +240,9 @@ def test_what_serving_taught_is_kept_and_taken_over() -> None:
 def test_calibration_hands_on_what_enough_steps_have_shown() -> None:
     calibration = Calibration(start={1: 1.5, 2: 9.0})
     assert calibration.factor(1) == 1.5 and calibration.factor(2) == 2.0 and calibration.factor(8) == 1.0
-    for step in range(250):
-        calibration.observe(4, drafting=step % 2 == 0, predicted_ms=10.0, measured_ms=12.0 if step % 2 == 0 else 10.0)
-        if step == 60:
+    for step in range(60):
+        calibration.observe(4, drafting=step % 4 < 3, predicted_ms=10.0, measured_ms=12.0 if step % 4 < 3 else 10.0)
+        if step == 20:
             assert calibration.learned() == {}
     assert calibration.learned() == {3: pytest.approx(1.2)}
     assert calibration.factor(1) == 1.5, "another size still goes by what was handed over"

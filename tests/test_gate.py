@@ -24,7 +24,8 @@ def test_open_where_candidates_are_nearly_free_and_closed_where_they_are_not() -
 def test_heads_that_miss_close_it_and_a_closed_gate_probes() -> None:
     gate = DraftGate(COST, GOOD)
     steps = 0
-    while gate.allows(1):
+    while gate.speedup(1) >= 1.0:
+        gate.allows(1)
         gate.observe(1, accepted=0, vanilla_ms=10.0, step_ms=12.0)
         steps += 1
         assert steps < 200
@@ -40,6 +41,15 @@ def test_it_opens_again_when_probes_gain() -> None:
         steps += 1
         assert steps < 2000
         gate.observe(4, accepted=4, vanilla_ms=10.0, step_ms=12.0)
+
+
+def test_open_it_leaves_a_vanilla_step_now_and_then_for_comparison() -> None:
+    gate = DraftGate(COST, GOOD)
+    allowed = [gate.allows(1) for _ in range(2000)]
+    without = [step for step, allows in enumerate(allowed) if not allows]
+    assert without[:2] == [16, 17], "two in a row: only the second neither drafts nor runs the heads"
+    assert 0 < len(without) <= 0.03 * len(allowed)
+    assert all(step + 1 in without or step - 1 in without for step in without)
 
 
 def test_batches_of_another_size_are_not_judged_by_it() -> None:
