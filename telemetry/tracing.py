@@ -122,11 +122,11 @@ def decide_attributes(record: RequestRecord) -> dict[str, Any]:
     """What was decided, why, and on which statistics of what age."""
     decision, plan, stats = record.decision, record.plan, record.stats
     found: dict[str, Any] = {A.CLASS: record.class_name}
+    # The plan knows of the client's wishes too; an upstream's answer has none.
+    if (why := plan or decision) is not None:
+        found |= {A.RULE: why.rule, A.REASON: why.reason, A.POLICY_VERSION: why.policy_version}
     if decision is not None:
         found |= {
-            A.RULE: decision.rule,
-            A.REASON: decision.reason,
-            A.POLICY_VERSION: decision.policy_version,
             A.ARM: decision.arm,
             A.PLAN_TEMPERATURE: decision.temperature,
             A.STATS_SOURCE: decision.stats_source,
@@ -134,9 +134,6 @@ def decide_attributes(record: RequestRecord) -> dict[str, Any]:
         }
     if plan is not None:
         found |= {
-            A.RULE: plan.rule,
-            A.REASON: plan.reason,
-            A.POLICY_VERSION: plan.policy_version,
             A.PLAN_METHOD: plan.method,
             A.PLAN_HEADS: plan.num_heads,
             A.PLAN_MAX_NODES: plan.max_nodes,

@@ -9,6 +9,8 @@ from typing import Any
 
 from gateway.commands.engine_options import add_engine_options
 
+_ROUNDS = 3
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -22,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     add("what", nargs="?", choices=("decoding", "sweep", "telemetry"), default="decoding", help="default: %(default)s")
     add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
-    add("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
+    add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24")
     add(
         "--concurrency",
         type=_integers,
@@ -30,7 +32,8 @@ def add_parser(subparsers: Any) -> None:
         help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16",
     )
     add("--temperature", type=_numbers, default=(0.0, 0.7), metavar="T,T", help="not of the sweep; default: 0,0.7")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48, of telemetry 96")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48, of telemetry 64")
+    add("--policy", metavar="FILE", help="of telemetry only; default: vanilla decoding, the same steps for all")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -40,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.quick and args.what != "decoding":
         raise CommandError(f"--quick is not for bench {args.what}; use --rounds 1 and --concurrency instead")
+    if args.policy and args.what != "telemetry":
+        raise CommandError(f"--policy is not for bench {args.what}, which decides by itself how to decode")
     try:
         report = {"decoding": _decoding, "sweep": _sweep, "telemetry": _telemetry}[args.what](args)
     except ValueError as error:
@@ -64,7 +69,7 @@ def _decoding(args: argparse.Namespace) -> dict[str, Any]:
         _engine(args),
         temperatures=args.temperature,
         concurrencies=args.concurrency or (1, 4, 16),
-        rounds=args.rounds,
+        rounds=args.rounds or _ROUNDS,
         max_tokens=args.max_tokens or 128,
     )
     return run_bench(options, _progress)
@@ -76,7 +81,7 @@ def _sweep(args: argparse.Namespace) -> dict[str, Any]:
     options = SweepOptions(
         _engine(args),
         concurrencies=args.concurrency or (1, 2, 4, 8, 16, 32),
-        rounds=args.rounds,
+        rounds=args.rounds or _ROUNDS,
         max_tokens=args.max_tokens or 48,
     )
     return run_sweep(options, _progress)
@@ -85,16 +90,24 @@ def _sweep(args: argparse.Namespace) -> dict[str, Any]:
 def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
     if args.concurrency is not None and len(args.concurrency) > 1:
         raise ValueError("--concurrency of bench telemetry is one number, such as 16")
-    from backends.loading import open_engine
-    from gateway.telemetry_bench import Load, run_telemetry_bench
+    if args.runner != "auto":
+        raise ValueError("--runner is not for bench telemetry, which measures `medusa-gateway serve`")
+    from gateway.telemetry_bench.load import Load
+    from gateway.telemetry_bench.run import TelemetryBench, run_telemetry_bench
 
-    streams = 16 if args.concurrency is None else args.concurrency[0]
-    opened = open_engine(_engine(args))
-    try:
-        load = Load(streams, max_tokens=args.max_tokens or Load().max_tokens)
-        return run_telemetry_bench(opened.decoder, opened.tokenizer, load, args.rounds, _progress)
-    finally:
-        opened.decoder.close()
+    given = {f"--{name}": getattr(args, name) for name in ("model", "heads", "device", "dtype")}
+    usual = TelemetryBench()
+    bench = TelemetryBench(
+        Load(
+            usual.load.streams if args.concurrency is None else args.concurrency[0],
+            args.max_tokens or usual.load.max_tokens,
+        ),
+        rounds=args.rounds or usual.rounds,
+        generations=min(args.rounds or usual.rounds, usual.generations),
+        engine=[part for flag, value in given.items() if value is not None for part in (flag, value)],
+        policy=args.policy,
+    )
+    return run_telemetry_bench(bench, _progress)
 
 
 def _engine(args: argparse.Namespace) -> Any:
