@@ -22,7 +22,7 @@ _TAIL_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """``streams`` at each gateway, whose greedy answers have ``max_tokens`` tokens each."""
+    """``streams`` at each gateway; greedy answers of ``max_tokens`` tokens each, but for the first of each stream."""
 
     streams: int = 16
     max_tokens: int = 64
@@ -99,10 +99,12 @@ class Client:
                 await http.aclose()
 
     async def _stream(self, name: str, http: Any, number: int) -> None:
-        asked, tokens = number, self._tokens[name]
+        load, tokens = self._load, self._tokens[name]
+        # First answers of every length: streams that all began at once would all read their next prompts at once too,
+        # and a round would hold one such time without tokens more or less than another.
+        asked, wanted = number, -(-load.max_tokens * (number + 1) // load.streams)
         while not self._last.is_set():
-            body = _body(_PROMPTS[asked % len(_PROMPTS)], self._load.max_tokens)
-            asked += self._load.streams
+            body = _body(_PROMPTS[asked % len(_PROMPTS)], wanted)
             events: Counter[int] = Counter()
             tail = b""
             async with http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -112,10 +114,11 @@ class Client:
                     events[self.block] += part.count(_EVENT)
                     tail = (tail + part)[-_TAIL_BYTES:]
             found = _completion_tokens(tail)
-            if found != self._load.max_tokens:
-                raise RuntimeError(f"an answer of '{name}' has {found} tokens instead of {self._load.max_tokens}")
+            if found != wanted:
+                raise RuntimeError(f"an answer of '{name}' has {found} tokens instead of {wanted}")
             for block, count in events.items():
-                tokens[block] += self._load.max_tokens * count / events.total()
+                tokens[block] += wanted * count / events.total()
+            asked, wanted = asked + load.streams, load.max_tokens
 
 
 async def _scrape(http: Any, every_s: float) -> None:
