@@ -31,6 +31,7 @@ class Figure:
 FIGURES: Mapping[str, Figure] = {
     "speculative_speedup_factor": Figure("class", "measured speedup over vanilla decoding"),
     "speculative_acceptance_rate": Figure("class", "accepted share of draft tokens"),
+    "speculative_control_prediction_ratio": Figure("class", "measured over predicted time of vanilla requests"),
     "speculative_fallback_count": Figure("class", "fallbacks to vanilla within 15 minutes"),
     "speculative_fallback_active": Figure("class", "1 while a class is in fallback to vanilla, else 0"),
     "medusa_head_accuracy": Figure("class", "how often a head's first guess is right", by_head=True),

@@ -12,7 +12,7 @@ from policy.statistics import Statistics
 from policy.store import Prior
 from telemetry.alerts.book import AlertBook
 from telemetry.alerts.fleet import Alarm
-from telemetry.alerts.readings import FallbackHistory, readings, steps_lately
+from telemetry.alerts.readings import FallbackHistory, StepsLately, readings, steps_lately
 from telemetry.figures import Sources, StepWindow, take_figures
 from tests.fakes import FakeDecoder
 
@@ -78,8 +78,13 @@ def test_readings_need_evidence_and_heed_filters() -> None:
         "medusa_kv_pages_limit": {("m", "x"): 10.0, ("m", "y"): 10.0, ("n", "x"): 0.0},
         "medusa_queue_oldest_age": {("m", "x"): 9.0, ("m", "y"): 1.0},
         "medusa_redis_up": {(): 0.0},
+        "speculative_control_prediction_ratio": {("m", "code"): 0.7, ("m", "chat"): 0.6},
     }
-    steps = {("m", "code"): 50.0, ("m", "chat"): 49.0, ("n", "code"): 99.0}
+    steps = {
+        ("m", "code"): StepsLately(50.0, 49.0),
+        ("m", "chat"): StepsLately(49.0, 50.0),
+        ("n", "code"): StepsLately(99.0),
+    }
 
     def read(each: AlertRule) -> dict[tuple[str, str], float]:
         return readings(each, figures, steps, {("m", "code"): 2.0})
@@ -88,6 +93,7 @@ def test_readings_need_evidence_and_heed_filters() -> None:
     assert read(rule(speedup)) == {("m", "code"): 0.9, ("n", "code"): 0.7}
     assert read(rule(speedup, models=("n*",))) == {("n", "code"): 0.7}
     assert read(rule(speedup, classes=("chat",))) == {}
+    assert read(rule("speculative_control_prediction_ratio")) == {("m", "chat"): 0.6}, "rests on vanilla steps"
     assert read(rule("medusa_head_accuracy")) == {("m", "code"): 0.3}
     assert read(rule("medusa_head_accuracy", head=2)) == {("m", "code"): 0.2}
     assert read(rule("medusa_head_accuracy_ratio")) == {("m", "code"): 0.5}
@@ -108,6 +114,14 @@ def test_fallbacks_are_counted_within_a_quarter_of_an_hour() -> None:
 
     assert [lately(0.0, 0.0), lately(2.0, 10.0), lately(3.0, 600.0)] == [0.0, 2.0, 3.0]
     assert [lately(3.0, 911.0), lately(3.0, 1501.0)] == [1.0, 0.0]
+
+
+def test_vanilla_steps_are_evidence_whosever_plan_they_are() -> None:
+    statistics = Statistics("a")
+    for arm, vanilla in (("policy", 0), ("control", 30), ("client", 20)):
+        statistics.add_own({f"m|code|greedy|{arm}": DecodeCounters(steps=40, control_steps=vanilla)}, 1.0, 1000.0)
+    assert steps_lately(statistics, 2.0) == {("m", "code"): StepsLately(40.0, 50.0)}
+    assert steps_lately(statistics, 100.0) == {("m", "code"): StepsLately(0.0, 0.0)}
 
 
 def test_an_alert_follows_its_rule() -> None:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway.cli import main
-from gateway.telemetry_bench.contestants import Contestant, without_telemetry
+from gateway.telemetry_bench.contestants import Contestant, with_telemetry, without_telemetry
 from gateway.telemetry_bench.load import Client, Load, Target
 from gateway.telemetry_bench.ratios import median_interval, mirrored, summary
 from gateway.telemetry_bench.receivers import Received, receiver
@@ -141,4 +141,12 @@ def test_one_load_at_a_time() -> None:
     assert main(["bench", "telemetry", "--concurrency", "1,4"]) == 2
     assert main(["bench", "telemetry", "--quick"]) == 2
     assert main(["bench", "telemetry", "--runner", "native"]) == 2
+    assert main(["bench", "telemetry", "--export-every", "0"]) == 2
     assert main(["bench", "--policy", "policy.yaml"]) == 2
+    assert main(["bench", "sweep", "--export-every", "5"]) == 2
+
+
+def test_intervals_are_of_the_time_that_a_gateway_runs() -> None:
+    environment = with_telemetry("http://127.0.0.1:1", 5.0, stretch=4)
+    assert environment["OTEL_BSP_SCHEDULE_DELAY"] == environment["OTEL_METRIC_EXPORT_INTERVAL"] == "20000"
+    assert environment["OTEL_EXPORTER_OTLP_TIMEOUT"] == "40"

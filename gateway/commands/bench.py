@@ -34,6 +34,12 @@ def add_parser(subparsers: Any) -> None:
     add("--temperature", type=_numbers, default=(0.0, 0.7), metavar="T,T", help="not of the sweep; default: 0,0.7")
     add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48, of telemetry 64")
     add("--policy", metavar="FILE", help="of telemetry only; default: vanilla decoding, the same steps for all")
+    add(
+        "--export-every",
+        type=float,
+        metavar="SECONDS",
+        help="of telemetry only: how often spans and metrics are exported; default: 5",
+    )
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -43,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.quick and args.what != "decoding":
         raise CommandError(f"--quick is not for bench {args.what}; use --rounds 1 and --concurrency instead")
-    if args.policy and args.what != "telemetry":
-        raise CommandError(f"--policy is not for bench {args.what}, which decides by itself how to decode")
+    for flag in ("policy", "export_every"):
+        if getattr(args, flag) is not None and args.what != "telemetry":
+            raise CommandError(f"--{flag.replace('_', '-')} is only for bench telemetry, not for bench {args.what}")
     try:
         report = {"decoding": _decoding, "sweep": _sweep, "telemetry": _telemetry}[args.what](args)
     except ValueError as error:
@@ -106,6 +113,7 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         generations=min(args.rounds or usual.rounds, usual.generations),
         engine=[part for flag, value in given.items() if value is not None for part in (flag, value)],
         policy=args.policy,
+        export_every_s=usual.export_every_s if args.export_every is None else args.export_every,
     )
     return run_telemetry_bench(bench, _progress)
 

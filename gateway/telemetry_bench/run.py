@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gateway.telemetry_bench.contestants import EXPORT_EVERY_S, Contestant, with_telemetry, without_telemetry
+from gateway.telemetry_bench.contestants import Contestant, with_telemetry, without_telemetry
 from gateway.telemetry_bench.load import MODEL, Client, Load, Target
 from gateway.telemetry_bench.ratios import CONFIDENCE, mirrored, summary
 from gateway.telemetry_bench.receivers import black_hole, receiver
@@ -42,13 +42,15 @@ class TelemetryBench:
 
     A round gives each gateway 24 turns of ``turn_s`` on average. ``generations``: how often all gateways are started
     anew, so that how one came to lie in memory is not taken for what its telemetry costs; ``rounds`` are dealt out to
-    them. ``serve``: the command to be measured.
+    them. ``export_every_s``: of spans and metrics; the SDK's defaults are 5 s and 60 s. ``serve``: the command to be
+    measured.
     """
 
     load: Load = field(default_factory=Load)
     rounds: int = 24
     generations: int = 2
     turn_s: float = 0.1
+    export_every_s: float = 5.0
     engine: Sequence[str] = ()
     policy: str | None = None
     seed: int = 0
@@ -81,6 +83,8 @@ def run_telemetry_bench(bench: TelemetryBench, progress: Callable[[str], object]
     """
     if not 1 <= bench.generations <= bench.rounds:
         raise ValueError(f"{bench.rounds} rounds can't be dealt out to {bench.generations} generations of gateways")
+    if bench.export_every_s < 0.01:
+        raise ValueError(f"exports can't be {bench.export_every_s:g} s apart; use 0.01 or more")
     measured = {name: _Measured() for name in VARIANTS}
     with ExitStack() as opened:
         sink, hole = opened.enter_context(receiver()), opened.enter_context(black_hole())
@@ -89,8 +93,8 @@ def run_telemetry_bench(bench: TelemetryBench, progress: Callable[[str], object]
         policy, stretch = bench.policy or str(folder / "policy.yaml"), len(VARIANTS)
         environments = {
             BASE: without_telemetry(),
-            FULL: with_telemetry(sink.url, stretch),
-            HOLE: with_telemetry(hole, stretch),
+            FULL: with_telemetry(sink.url, bench.export_every_s, stretch),
+            HOLE: with_telemetry(hole, bench.export_every_s, stretch),
             AGAIN: without_telemetry(),
         }
         for generation in range(bench.generations):
@@ -113,7 +117,7 @@ def run_telemetry_bench(bench: TelemetryBench, progress: Callable[[str], object]
             "generations": bench.generations,
             "turn_s": bench.turn_s,
             "policy": bench.policy or "vanilla",
-            "export_every_s": EXPORT_EVERY_S,
+            "export_every_s": bench.export_every_s,
             "scrape_every_s": SCRAPE_EVERY_S,
             "confidence": CONFIDENCE,
         },

@@ -27,7 +27,7 @@ from telemetry.alerts.fleet import (
     with_told,
     without_mute,
 )
-from telemetry.alerts.readings import FallbackHistory, Subject, readings
+from telemetry.alerts.readings import FallbackHistory, StepsLately, Subject, readings
 from telemetry.alerts.sharing import SharedBoard
 from telemetry.figures import Figures, Labels
 
@@ -59,7 +59,7 @@ class Alerting:
         self._on_event = on_event
         self._fallbacks = FallbackHistory()
 
-    def evaluate(self, rules: Sequence[AlertRule], figures: Figures, steps: Mapping[Subject, float]) -> None:
+    def evaluate(self, rules: Sequence[AlertRule], figures: Figures, steps: Mapping[Subject, StepsLately]) -> None:
         """Advance this replica's alerts. Nothing waits here."""
         now = self._clock()
         fallbacks = self._fallbacks.lately(figures, now)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from policy.alerts import FALLBACK_WINDOW_S, AlertRule
 from policy.statistics import Statistics
@@ -13,12 +14,22 @@ from telemetry.figures import Figures, Labels
 
 Subject = tuple[str, str]
 """Model and class, "" where the figure has none."""
+
+
+class StepsLately(NamedTuple):
+    """Decode steps of the last minute: those that speculated by the policy, and vanilla ones whosever plan it was."""
+
+    policy: float = 0.0
+    vanilla: float = 0.0
+
+
 MIN_STEPS = 50.0
 """What is measured by class must rest on this many steps of the last minute; fewer are no evidence."""
 
 _PLAIN: Mapping[str, Metric] = {
     "speculative_speedup_factor": catalog.SPEEDUP_FACTOR,
     "speculative_acceptance_rate": catalog.ACCEPTANCE_RATE,
+    "speculative_control_prediction_ratio": catalog.CONTROL_DISAGREEMENT,
     "speculative_fallback_active": catalog.FALLBACK_ACTIVE,
     "medusa_verification_step_ratio": catalog.VERIFICATION_RATIO,
     "medusa_queue_oldest_age_seconds": catalog.QUEUE_OLDEST_AGE,
@@ -26,22 +37,27 @@ _PLAIN: Mapping[str, Metric] = {
     "medusa_heads_stale": catalog.HEADS_STALE,
     "medusa_redis_up": catalog.REDIS_UP,
 }
-_NEEDS_STEPS = frozenset(
-    {"speculative_speedup_factor", "speculative_acceptance_rate", "medusa_head_accuracy", "medusa_head_accuracy_ratio"}
-)
+_RESTS_ON: Mapping[str, Callable[[StepsLately], float]] = {
+    "speculative_speedup_factor": lambda steps: steps.policy,
+    "speculative_acceptance_rate": lambda steps: steps.policy,
+    "medusa_head_accuracy": lambda steps: steps.policy,
+    "medusa_head_accuracy_ratio": lambda steps: steps.policy,
+    "speculative_control_prediction_ratio": lambda steps: steps.vanilla,
+}
 
 
 def readings(
-    rule: AlertRule, figures: Figures, steps: Mapping[Subject, float], fallbacks: Mapping[Subject, float]
+    rule: AlertRule, figures: Figures, steps: Mapping[Subject, StepsLately], fallbacks: Mapping[Subject, float]
 ) -> dict[Subject, float]:
     """The rule's figure for every model and class that the rule covers; what there is no evidence of is left out.
 
-    ``steps``: how many the last minute had of each; ``fallbacks``: how many within :data:`FALLBACK_WINDOW_S`.
+    ``steps``: what the last minute had of each; ``fallbacks``: how many within :data:`FALLBACK_WINDOW_S`.
     """
+    rests_on = _RESTS_ON.get(rule.metric)
     return {
         subject: value
         for subject, value in _values(rule, figures, fallbacks).items()
-        if rule.covers(*subject) and (rule.metric not in _NEEDS_STEPS or steps.get(subject, 0.0) >= MIN_STEPS)
+        if rule.covers(*subject) and (rests_on is None or rests_on(steps.get(subject, StepsLately())) >= MIN_STEPS)
     }
 
 
@@ -83,12 +99,13 @@ def _subject(labels: Mapping[str, str]) -> Subject:
     return labels.get(catalog.MODEL, ""), labels.get(catalog.CLASS, "")
 
 
-def steps_lately(statistics: Statistics, now: float) -> dict[Subject, float]:
-    """Steps of the last minute that speculated by the policy."""
-    lately: dict[Subject, float] = {}
+def steps_lately(statistics: Statistics, now: float) -> dict[Subject, StepsLately]:
+    """What the figures of the last minute rest on."""
+    lately: dict[Subject, StepsLately] = {}
     for name in statistics.window.names:
-        tally = statistics.window.all_arms(name, now, WINDOW_S).get("policy")
-        lately[name] = 0.0 if tally is None else tally.steps
+        arms = statistics.window.all_arms(name, now, WINDOW_S)
+        policy = arms["policy"].steps if "policy" in arms else 0.0
+        lately[name] = StepsLately(policy, sum(tally.get("control_steps") for tally in arms.values()))
     return lately
 
 

@@ -41,6 +41,7 @@ def _plain(metric: Metric, *, worst: bool) -> _Expression:
 EXPRESSIONS: Mapping[str, _Expression] = {
     "speculative_speedup_factor": _plain(catalog.SPEEDUP_FACTOR, worst=False),
     "speculative_acceptance_rate": _plain(catalog.ACCEPTANCE_RATE, worst=False),
+    "speculative_control_prediction_ratio": _plain(catalog.CONTROL_DISAGREEMENT, worst=False),
     "speculative_fallback_active": _plain(catalog.FALLBACK_ACTIVE, worst=True),
     "speculative_fallback_count": _Expression(
         f"increase({catalog.FALLBACK_COUNT.prometheus}{{filters}}[{FALLBACK_WINDOW_S:.0f}s])",
