@@ -115,7 +115,10 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         policy=args.policy,
         export_every_s=usual.export_every_s if args.export_every is None else args.export_every,
     )
-    return run_telemetry_bench(bench, _progress)
+    try:
+        return run_telemetry_bench(bench, _progress)
+    except RuntimeError as error:  # a gateway that doesn't start says what is to be mended
+        raise ValueError(str(error)) from error
 
 
 def _engine(args: argparse.Namespace) -> Any:

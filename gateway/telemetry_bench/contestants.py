@@ -53,8 +53,10 @@ class Contestant:
         greeting = self._process.stdout.readline()
         found = re.search(r"http://[^\s/]+", greeting)
         if found is None:
+            self._end()
+            said = self._said()
             self.close()
-            raise RuntimeError(f"a gateway to be measured did not start: {self._said()}")
+            raise RuntimeError(f"a gateway to be measured did not start: {said}")
         self.url = found.group()
         self._process.send_signal(signal.SIGSTOP)
 
@@ -77,6 +79,12 @@ class Contestant:
 
     def close(self) -> None:
         """Idempotent."""
+        self._end()
+        self._errors.close()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _end(self) -> None:
         with suppress(ProcessLookupError):
             self._process.terminate()
             self._process.send_signal(signal.SIGCONT)
@@ -85,8 +93,6 @@ class Contestant:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
 
     def _said(self) -> str:
         self._errors.seek(0)

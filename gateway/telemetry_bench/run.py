@@ -77,9 +77,8 @@ def run_telemetry_bench(bench: TelemetryBench, progress: Callable[[str], object]
     """``{machine, load, receiver, cells, rounds}``: a cell for each of :data:`VARIANTS`; tokens/s by round.
 
     ``ratio``: the median over rounds of tokens/s against those of the gateways without telemetry in the same round (the
-    mean of both; of "none again", against the other); ``interval``: where the true median
-    lies with 95% confidence, None with fewer than 6 rounds; ``cpu_ratio`` the same of CPU time per token, None where
-    there is no ``/proc``. Raises ValueError for numbers that make no sense, RuntimeError when a gateway doesn't start.
+    mean of both; of "none again", against the other); ``interval``: where the true median lies with 95% confidence,
+    None with fewer than 6 rounds; ``cpu_ratio`` the same of CPU time per token, None where there is no ``/proc``. Raises ValueError for numbers that make no sense, RuntimeError when a gateway doesn't start.
     """
     if not 1 <= bench.generations <= bench.rounds:
         raise ValueError(f"{bench.rounds} rounds can't be dealt out to {bench.generations} generations of gateways")
@@ -141,14 +140,18 @@ def _measure(
     scrape_s = SCRAPE_EVERY_S * len(VARIANTS)
     targets = {name: Target(each.url, scrape_s if name in (FULL, HOLE) else None) for name, each in contestants.items()}
     client, chance = Client(targets, bench.load), random.Random(bench.seed)
+
+    def turn_s() -> float:
+        return bench.turn_s * chance.uniform(0.8, 1.2)
+
     spent = []
     for client.block in range(rounds + 1):
-        spent.append(_round(contestants, client, lambda: bench.turn_s * chance.uniform(0.8, 1.2)))
+        spent.append(_round(contestants, client, turn_s))
         progress(f"round {client.block}/{rounds}")
     client.block = rounds + 1
     client.finish()
     while client.running:
-        _round(contestants, client, lambda: bench.turn_s * chance.uniform(0.8, 1.2))
+        _round(contestants, client, turn_s)
     for block, seconds in enumerate(spent[1:], start=1):
         for name, (turns_s, cpu_s) in seconds.items():
             tokens = client.tokens(name, block)
