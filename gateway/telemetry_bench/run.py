@@ -78,7 +78,8 @@ def run_telemetry_bench(bench: TelemetryBench, progress: Callable[[str], object]
 
     ``ratio``: the median over rounds of tokens/s against those of the gateways without telemetry in the same round (the
     mean of both; of "none again", against the other); ``interval``: where the true median lies with 95% confidence,
-    None with fewer than 6 rounds; ``cpu_ratio`` the same of CPU time per token, None where there is no ``/proc``. Raises ValueError for numbers that make no sense, RuntimeError when a gateway doesn't start.
+    None with fewer than 6 rounds; ``cpu_ratio`` the same of CPU time per token, None where there is no ``/proc``.
+    Raises ValueError for numbers that make no sense, RuntimeError when a gateway doesn't start.
     """
     if not 1 <= bench.generations <= bench.rounds:
         raise ValueError(f"{bench.rounds} rounds can't be dealt out to {bench.generations} generations of gateways")
