@@ -12,7 +12,7 @@ from litestar.response.base import ASGIResponse
 
 from backends.types import DecodingPlan, GenerationRequest, ModelInfo, SamplingParams, TokenChunk
 from gateway.admission import Ticket
-from gateway.auth.charging import charge
+from gateway.auth.charging import charge, refuse_early
 from gateway.controller import Controller
 from gateway.errors import EngineFailure, InvalidRequest
 from gateway.generation import Generation, unless_disconnected
@@ -129,8 +129,9 @@ async def answer_call(
     max_tokens = requested_max_tokens(body)
     record = record_of(request.scope)
     note_asked(record, body, None if max_tokens is None else max_tokens[1])
-    # Before a place is taken: what can't be planned at all is refused first.
+    # Before a place is taken: what can't be planned at all is refused first, then whom the limits keep out anyway.
     plan_for(body.decoding, info)
+    refuse_early(request.scope, gateway.access)
     ticket = gateway.admission.admit(call.sequences, backend.places)
     try:
         prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)

@@ -17,7 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policy.limit_store import LEASE_MS, LimitsUnavailable, Order, RedisLimits
-from policy.limits import Buckets, KeyLimits, Refusal, Standing, admit, give_back, lower, refilled, refusal
+from policy.limits import (
+    Buckets,
+    KeyLimits,
+    Refusal,
+    Standing,
+    admit,
+    give_back,
+    lower,
+    next_request_s,
+    refilled,
+    refusal,
+)
 from policy.redis_client import RedisTarget
 
 logger = logging.getLogger("gateway.limits")
@@ -116,6 +127,8 @@ class Limiter:
         self._timeout_s = timeout_s
         self._local = LocalLimits(clock)
         self._open: dict[str, set[str]] = {}
+        self._closed: dict[str, tuple[float, KeyLimits, Standing]] = {}
+        """Keys out of requests: until when, by which limits, and their standing at the time."""
         self._remote: RedisLimits | None = None
         self._outbox: list[_Letter] = []
         self._wake = asyncio.Event()
@@ -144,6 +157,19 @@ class Limiter:
                 await remote.run([letter.order for letter in self._outbox if letter.answer is None])
         await remote.close()
 
+    def refused_anyway(self, key: str, limits: KeyLimits) -> tuple[Refusal, Standing] | None:
+        """Whether :meth:`admit` could only refuse, whatever the request: its key has just been out of requests. From
+        memory, so that a client that keeps asking costs neither tokenising nor Redis."""
+        closed = self._closed.get(key)
+        if closed is None:
+            return None
+        until, by, standing = closed
+        wait_s = until - self._clock()
+        if wait_s <= 0 or by != limits:
+            del self._closed[key]
+            return None
+        return Refusal("requests", wait_s), standing
+
     async def admit(self, key: str, limits: KeyLimits, tokens: int) -> Grant | tuple[Refusal, Standing]:
         """Admit one request that may use up to ``tokens``; a refused one takes nothing. ``key``: an API key's name.
 
@@ -159,6 +185,8 @@ class Limiter:
             standing = self._local.admit(key, limits, tokens, len(self._open.get(key, ())))
         refused = refusal(limits, standing, tokens)
         if refused is not None:
+            if wait_s := next_request_s(limits, standing):
+                self._closed[key] = self._clock() + wait_s, limits, standing
             return refused, standing
         if limits.to_settle:
             self._open.setdefault(key, set()).add(lease)
@@ -204,6 +232,8 @@ class Limiter:
         if grant.local:
             # Redis may know of the stream from a renewal, but not of anything that it took.
             tokens = requests = 0
+        if cancelled:  # there is a request in the bucket again
+            self._closed.pop(grant.key, None)
         leases = self._open.get(grant.key, set())
         if grant.lease in leases:
             leases.discard(grant.lease)

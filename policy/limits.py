@@ -130,6 +130,13 @@ def refusal(limits: KeyLimits, standing: Standing, tokens: int) -> Refusal | Non
     return Refusal(next(iter(waits)), max(waits.values()))
 
 
+def next_request_s(limits: KeyLimits, standing: Standing) -> float:
+    """Seconds in which no request of any size can be let in, for want of one in the bucket of requests."""
+    if limits.requests_per_minute is None or standing.requests is None or standing.requests >= UNIT:
+        return 0.0
+    return _ms_until(UNIT, standing.requests, limits.requests_per_minute) / 1000
+
+
 def describe(limits: KeyLimits, standing: Standing) -> dict[str, str]:
     """The ``x-ratelimit-*`` headers, named and written as OpenAI does; "reset" is the time until a bucket is full."""
     found: dict[str, str] = {}

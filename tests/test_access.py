@@ -168,6 +168,19 @@ def test_requests_per_minute(gateway: LiveGateway) -> None:
     assert gateway.http.get("/v1/models", headers=bearer(TIGHT)).status_code == 200, "only completions count"
 
 
+def test_a_key_out_of_requests_is_refused_before_anything_is_tokenised(
+    gateway: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while gateway.http.post(CHAT, json=chat(), headers=bearer(TIGHT)).status_code == 200:
+        pass
+    monkeypatch.setattr(gateway.tokenizer, "encode_chat", None)  # would fail if it were called
+    again = gateway.http.post(CHAT, json=chat(), headers=bearer(TIGHT))
+    assert (again.status_code, error_of(again)["code"]) == (429, "rate_limit_exceeded")
+    assert "limit of 2 requests per minute" in error_of(again)["message"]
+    assert 1 <= int(again.headers["retry-after"]) <= 30
+    assert again.headers["x-ratelimit-remaining-requests"] == "0"
+
+
 def test_tokens_are_reserved_and_settled(gateway: LiveGateway) -> None:
     def ask(**more: Any) -> httpx.Response:
         return gateway.http.post(CHAT, json=chat("x" * 10, **more), headers=bearer(SMALL))

@@ -223,6 +223,33 @@ async def test_a_client_that_leaves_while_it_waits_takes_nothing(limiter: Limite
     await taken(limiter, limits, 100)
 
 
+async def test_a_key_out_of_requests_is_known_until_the_next_or_until_one_is_given_back() -> None:
+    now = [100.0]
+    limiter, limits = Limiter(clock=lambda: now[0]), KeyLimits(requests_per_minute=2, tokens_per_minute=100)
+    assert limiter.refused_anyway("k", limits) is None
+    first = await taken(limiter, limits)
+    assert isinstance(await limiter.admit("k", limits, 1000), tuple), "too many tokens: a smaller one may well fit"
+    assert limiter.refused_anyway("k", limits) is None
+    await taken(limiter, limits)
+    assert limiter.refused_anyway("k", limits) is None, "not known before it was refused"
+    assert isinstance(await limiter.admit("k", limits, 1), tuple)
+    now[0] += 10.0
+    found = limiter.refused_anyway("k", limits)
+    assert found is not None and found[0].limit == "requests" and found[0].wait_s == pytest.approx(20.0)
+    assert limiter.refused_anyway("other", limits) is None
+    now[0] += 20.0
+    assert limiter.refused_anyway("k", limits) is None
+    second = await taken(limiter, limits)
+    assert isinstance(await limiter.admit("k", limits, 1), tuple)
+    assert limiter.refused_anyway("k", limits) is not None
+    second.cancel()
+    assert limiter.refused_anyway("k", limits) is None
+    await taken(limiter, limits)
+    assert isinstance(await limiter.admit("k", limits, 1), tuple)
+    assert limiter.refused_anyway("k", KeyLimits(requests_per_minute=50)) is None, "the key's limits were edited"
+    first.settle(1)
+
+
 async def test_without_limits_nothing_is_asked(limiter: Limiter, server: ValkeyProcess) -> None:
     limiter._remote = None  # would fail if it were asked
     grant = await taken(limiter, KeyLimits())

@@ -8,9 +8,10 @@ from gateway.admission import Ticket
 from gateway.auth.access import Access
 from gateway.auth.errors import RateLimited
 from gateway.auth.guard import key_of, show_standing
+from gateway.auth.keyfile import ApiKey
 from gateway.errors import InvalidRequest
 from policy.limiter import Grant
-from policy.limits import Dimension, KeyLimits, describe
+from policy.limits import Dimension, KeyLimits, Refusal, Standing, describe
 
 _WORDS: dict[Dimension, str] = {
     "requests": "requests per minute",
@@ -32,11 +33,23 @@ async def charge(
         return
     tokens = reservation(prompt_tokens, answer_tokens, key.limits, named=named)
     outcome = await access.limiter.admit(key.name, key.limits, tokens)
-    if isinstance(outcome, Grant):
-        show_standing(scope, describe(key.limits, outcome.standing))
-        _settle_with(ticket, outcome)
+    if not isinstance(outcome, Grant):
+        raise _refused(scope, key, *outcome, tokens)
+    show_standing(scope, describe(key.limits, outcome.standing))
+    _settle_with(ticket, outcome)
+
+
+def refuse_early(scope: Scope, access: Access) -> None:
+    """Raises :class:`RateLimited` for a key that is out of requests, before any work is done for this one."""
+    key = key_of(scope)
+    if key is None or not key.limits.any:
         return
-    refused, standing = outcome
+    found = access.limiter.refused_anyway(key.name, key.limits)
+    if found is not None:
+        raise _refused(scope, key, *found, 0)
+
+
+def _refused(scope: Scope, key: ApiKey, refused: Refusal, standing: Standing, tokens: int) -> RateLimited:
     show_standing(scope, describe(key.limits, standing))
     most = {
         "requests": key.limits.requests_per_minute,
@@ -44,7 +57,7 @@ async def charge(
         "streams": key.limits.concurrent_streams,
     }[refused.limit]
     asked = f" This request may need {tokens}." if refused.limit == "tokens" else ""
-    raise RateLimited(
+    return RateLimited(
         f"The API key '{key.name}' is at its limit of {most} {_WORDS[refused.limit]}.{asked} "
         f"Try again in {max(refused.wait_s, 0.001):.3g} s.",
         wait_s=refused.wait_s,
