@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu demo-alert drill bench lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu demo-alert demo-fallback drill bench lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
 	@echo "make test       set up, then linters, types, import contracts and tests"
 	@echo "make demo-alert heads that don't pay: an alert fires, the class falls back, good heads resolve it"
+	@echo "make demo-fallback heads swapped for random ones under traffic: fallback, its cost, and the way back"
 	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
 	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
 	@echo "make test-gpu   the checks that need a CUDA device"
@@ -60,6 +61,10 @@ drill: $(VENV)/.installed-test
 
 demo-alert: model $(VENV)/.installed-test
 	@$(BIN)/python -m tests.demo_alert
+
+# DEMO="--concurrency 2 --pairs 12"
+demo-fallback: model $(VENV)/.installed-test
+	@$(BIN)/python -m tests.demo_fallback $(DEMO)
 
 bench: setup
 	$(BIN)/medusa-gateway bench

@@ -407,7 +407,7 @@ class EngineCore:
     def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> int:
         """Run the heads where the next step may use them; returns for how many sequences.
 
-        A tree that the plan itself asks for is always used.
+        A tree that the plan itself asks for is always used, and a probe always asks.
         """
         going_on = []
         for item, result in zip(scheduled, results, strict=True):
@@ -420,7 +420,11 @@ class EngineCore:
             if sequence.speculation.wants_proposals and sequence.remaining > 1
         ]
         if wanting and not self.gate.allows(len(going_on)):
-            wanting = [(sequence, row) for sequence, row in wanting if sequence.request.plan.tree is not None]
+            wanting = [
+                (sequence, row)
+                for sequence, row in wanting
+                if sequence.request.plan.tree is not None or sequence.request.plan.probe
+            ]
         if not wanting or self.heads is None:
             return 0
         sequences, rows = [sequence for sequence, _ in wanting], [row for _, row in wanting]

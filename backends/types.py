@@ -51,7 +51,8 @@ class DecodingPlan:
 
     ``tree`` None lets the engine plan a tree every step from the heads' own probabilities and the measured cost of a
     row, with at most ``max_nodes`` nodes and ``num_heads`` levels, and with ``lookup`` also from what followed the same
-    tokens earlier in the text (on as many levels as it goes). A given tree is used as it is. ``adapted_from``: see
+    tokens earlier in the text (on as many levels as it goes). A given tree is used as it is. ``probe``: to find out
+    whether drafts pay again, so the heads are asked whatever has been learnt of them. ``adapted_from``: see
     :class:`ModelInfo`; only reported.
     """
 
@@ -61,6 +62,7 @@ class DecodingPlan:
     max_nodes: int = 32
     lookup: bool = True
     acceptance: Acceptance = "exact"
+    probe: bool = False
     rule: str = "default"
     reason: str = "default plan"
     policy_version: str = "embedded"

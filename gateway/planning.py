@@ -140,6 +140,7 @@ def _as_decided(options: DecodingOptions, decision: Decision) -> DecodingPlan:
         max_nodes=decision.max_nodes,
         lookup=decision.lookup and options.lookup is not False,
         acceptance=acceptance,
+        probe=decision.probes,
         rule=decision.rule,
         reason=decision.reason,
         policy_version=decision.policy_version,

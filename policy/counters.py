@@ -119,11 +119,13 @@ class Tally:
             [[float(value) for value in ranks] for ranks in counters.hits],
         )
 
-    def scaled(self, factor: float) -> Tally:
+    def scaled(self, factor: float, of_heads: float | None = None) -> Tally:
+        """``of_heads``: another factor for what is counted by head."""
+        of_heads = factor if of_heads is None else of_heads
         return Tally(
             {name: value * factor for name, value in self.values.items()},
-            [value * factor for value in self.attempts],
-            [[value * factor for value in ranks] for ranks in self.hits],
+            [value * of_heads for value in self.attempts],
+            [[value * of_heads for value in ranks] for ranks in self.hits],
         )
 
     def plus(self, other: Tally) -> Tally:

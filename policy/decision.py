@@ -57,6 +57,11 @@ class Decision:
     def reason(self) -> str:
         return "; ".join(stage.reason for stage in self.stages)
 
+    @property
+    def probes(self) -> bool:
+        """Whether this request is to measure a class in fallback."""
+        return any(stage.name == "fallback" and stage.value == "probe" for stage in self.stages)
+
     def with_stage(self, stage: Stage, **changes: Any) -> Decision:
         return replace(self, stages=(*self.stages, stage), **changes)
 

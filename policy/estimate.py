@@ -38,10 +38,10 @@ class Estimate:
     def updated(self, delta: Tally, now: float) -> Estimate:
         """With the counts of some more steps."""
         steps = delta.steps
-        fast = self.fast.scaled(_decay(steps, FAST_HALF_LIFE)).plus(delta)
+        fast = _faded(self.fast, delta, FAST_HALF_LIFE).plus(delta)
         if self.settling > 0:
             return Estimate(fast, fast, now, self.shifts, settling=self.settling - steps)
-        slow = self.slow.scaled(_decay(steps, SLOW_HALF_LIFE)).plus(delta)
+        slow = _faded(self.slow, delta, SLOW_HALF_LIFE).plus(delta)
         if shifted(fast, slow):
             return Estimate(fast, fast, now, self.shifts + 1, settling=SETTLING_STEPS)
         return Estimate(fast, slow, now, self.shifts, self.from_prior and slow.steps < 2 * PRIOR_STEPS)
@@ -59,5 +59,8 @@ def shifted(fast: Tally, slow: Tally) -> bool:
     return abs(hit[0] / recent - hit[1] / past) > _SHIFT_SIGMAS * spread
 
 
-def _decay(steps: float, half_life: float) -> float:
-    return 0.5 ** (steps / half_life)
+def _faded(memory: Tally, delta: Tally, half_life: float) -> Tally:
+    """``memory`` after the steps of ``delta``. What is known of the heads fades by how often they were asked: where the
+    engine asks them in one step of many, all that is known would otherwise be gone before the next answer."""
+    asked = min(max(delta.attempts, default=0.0), delta.steps)
+    return memory.scaled(0.5 ** (delta.steps / half_life), 0.5 ** (asked / half_life))

@@ -19,7 +19,8 @@ USEFUL_ACCURACY = 0.1
 HOLDS_BACK = 0.03
 """In a full batch the engine stops drafting by itself, and asks the heads now and then whether that is still right. The
 speedup then lies just under 1, which says nothing against heads that are right as often as :data:`USEFUL_ACCURACY`:
-when the load goes, they pay again at once, which a fallback would not."""
+when the load goes, they pay again at once, which a fallback would not. Nor does it against heads that were hardly asked
+yet."""
 
 Mode = Literal["speculating", "fallback"]
 
@@ -68,8 +69,8 @@ def advance(
 ) -> tuple[FallbackState, Transition | None]:
     """``evidence``: counters of the requests that speculate by the policy, over :func:`evidence_span`.
 
-    ``accuracy``: how often any guess of the first head is right, as far as that is known. ``held``: why the class must
-    be in fallback whatever its speedup is, None if it need not.
+    ``accuracy``: how often any guess of the first head is right; None as long as it was hardly asked. ``held``: why the
+    class must be in fallback whatever its speedup is, None if it need not.
     """
     speedup, steps = evidence.speedup, evidence.steps
     state = replace(state, speedup=state.speedup if speedup is None else speedup, steps=steps, held=held)
@@ -85,8 +86,8 @@ def advance(
     if state.mode == "speculating":
         if in_mode < settings.window_s or steps < MIN_STEPS or speedup >= settings.min_speedup:
             return state, None
-        useful = accuracy is not None and accuracy >= USEFUL_ACCURACY
-        if useful and settings.min_speedup <= 1.0 and speedup >= settings.min_speedup - HOLDS_BACK:
+        useless = accuracy is not None and accuracy < USEFUL_ACCURACY
+        if not useless and settings.min_speedup <= 1.0 and speedup >= settings.min_speedup - HOLDS_BACK:
             return state, None
         reason = f"measured speedup {speedup:.3f} is under min_speedup {settings.min_speedup:g} over {steps:.0f} steps"
         to: Mode = "fallback"

@@ -89,3 +89,21 @@ def test_pauses_of_a_sequence_have_their_times() -> None:
     assert len(stats.paused_at) >= 1
     assert list(stats.paused_at) == sorted(set(stats.paused_at))
     assert f"went vanilla {len(stats.paused_at)} time(s)" in stats.reason
+
+
+def test_a_probe_asks_the_heads_though_the_gate_is_closed() -> None:
+    """It is there to find out whether they pay again, which a gate that asks once in 64 steps would take minutes to."""
+    dear = StepCost(rows=((1, 1.0), (64, 1.5)), heads=((1, 0.5),))
+    asked = {}
+    for probe in (False, True):
+        heads = ScriptedHeads({})
+        core = make_core(heads=heads, cost=dear, clock=Ticking())
+        core.gate = DraftGate(dear, ((0.01,), (0.01,)))
+        core.add(
+            request("r", PROMPT, DecodingPlan(num_heads=2, lookup=False, probe=probe), max_tokens=8, ignore_eos=True)
+        )
+        while core.has_work:
+            core.step()
+        asked[probe] = len(heads.calls)
+    # The pause after six steps that brought nothing is the sequence's own, and holds for probes as well.
+    assert asked == {False: 0, True: 6}

@@ -15,9 +15,9 @@ from backends.types import DecodeCounters
 from policy.counters import StatsKey, Tally, added_since, pack, sum_counters, temperature_bucket, unpack
 from policy.decision import decide, lot
 from policy.estimate import Estimate
-from policy.fallback import FallbackState
+from policy.fallback import USEFUL_ACCURACY, FallbackState
 from policy.format import parse_policy
-from policy.livestats import LiveStats, live_stats
+from policy.livestats import KeyStats, LiveStats, live_stats
 from policy.planner import NEGLIGIBLE, propose
 from policy.spec import RequestFacts
 from policy.stabiliser import RAISE_HOLD_S, Held, stabilise
@@ -135,6 +135,7 @@ def test_control_group_and_probes_are_drawn_by_request_id() -> None:
     probes = [decision for decision in in_fallback if decision.method == "medusa"]
     assert 0.09 < len(probes) / len(ids) < 0.11
     assert {decision.arm for decision in probes} == {"policy"}
+    assert all(decision.probes is (decision.method == "medusa") for decision in in_fallback)
     assert "measured speedup 0.910" in next(each for each in in_fallback if each.method == "vanilla").reason
     assert decide(policy, fallen, FACTS, 0.0, probe_due=True).method == "medusa"
     other_class = decide(policy, fallen, replace(FACTS, class_name="chat"), 0.0)
@@ -269,6 +270,20 @@ def test_a_shift_under_one_label_is_followed_within_200_steps() -> None:
         assert left[-1] <= 0.65, left
     assert max(run["loss"] for run in runs) <= 0.05, "a bound that is too tight costs little"
     assert max(run["loss back"] for run in runs) <= 0.05
+
+
+def test_heads_that_are_seldom_asked_are_found_out_all_the_same() -> None:
+    """Where drafts don't pay the engine asks the heads once in many steps; that they went wrong shows even so."""
+    random, estimate = Random(3), Estimate()
+    for _ in range(40):
+        estimate = estimate.updated(Tally.of(drawn_steps(CODE, 50, random)), 0.0)
+    seldom = [DecodeCounters(steps=30), DecodeCounters(steps=2, attempts=[2, 0], hits=[[0, 0], [0, 0]])]
+    for _ in range(25):
+        for delta in seldom:
+            estimate = estimate.updated(Tally.of(delta), 1.0)
+    assert estimate.shifts == 1
+    accuracy = KeyStats.of(estimate).first_accuracy
+    assert accuracy is not None and accuracy < USEFUL_ACCURACY
 
 
 COUNTS = st.integers(0, 10**12)

@@ -25,7 +25,7 @@ def test_it_needs_a_whole_window_and_enough_steps() -> None:
     assert advance(start, SETTINGS, evidence(0.9, MIN_STEPS - 1), 110.0)[1] is None
     assert advance(start, SETTINGS, Tally(), 110.0) == (FallbackState(since=100.0), None)
     assert advance(start, SETTINGS, evidence(1.0), 110.0)[1] is None, "at the limit it still pays"
-    state, transition = advance(start, SETTINGS, evidence(0.99), 105.0)
+    state, transition = advance(start, SETTINGS, evidence(0.99), 105.0, accuracy=0.02)
     assert (state.mode, state.since, state.count) == ("fallback", 105.0, 1)
     assert transition is not None
     assert "0.990 is under min_speedup 1" in transition.reason
@@ -36,7 +36,9 @@ def test_a_full_batch_is_no_reason() -> None:
     start = FallbackState(since=100.0)
     assert advance(start, SETTINGS, evidence(0.995), 110.0, accuracy=0.6)[1] is None
     assert advance(start, SETTINGS, evidence(0.995), 110.0, accuracy=0.01)[1] is not None
-    assert advance(start, SETTINGS, evidence(0.96), 110.0, accuracy=0.6)[1] is not None, "a real loss is one"
+    assert advance(start, SETTINGS, evidence(0.995), 110.0)[1] is None, "heads that were not asked yet"
+    for accuracy in (0.6, None):
+        assert advance(start, SETTINGS, evidence(0.96), 110.0, accuracy)[1] is not None, "a real loss is one"
     strict = replace(SETTINGS, min_speedup=1.1)
     assert advance(start, strict, evidence(1.09), 110.0, accuracy=0.6)[1] is not None, "the operator wants more"
 
@@ -61,9 +63,11 @@ def test_what_was_measured_in_the_mode_before_does_not_count() -> None:
 @dataclass
 class Traffic:
     """Requests of one class, one after the other in each of ``lanes``; a step takes 20 ms. ``pays`` is the speedup
-    that speculation really has. Nothing here but the policy decides which request speculates."""
+    that speculation really has, ``right`` how often the first head is. Nothing here but the policy decides which
+    request speculates."""
 
     pays: float
+    right: float = 0.6
     requests_started: int = 0
     now: float = 0.0
     lanes: int = 8
@@ -90,6 +94,8 @@ class Traffic:
                         steps=steps,
                         vanilla_us=round(20_000 * steps * (self.pays if arm == "policy" else 1.0)),
                         spent_us=20_000 * steps,
+                        attempts=[steps] if arm == "policy" else [],
+                        hits=[[round(steps * self.right)]] if arm == "policy" else [],
                     )
                     for arm, steps in counts.items()
                     if steps
@@ -107,7 +113,7 @@ def test_random_heads_under_traffic_and_good_ones_again() -> None:
     traffic = Traffic(pays=1.8)
     traffic.run(60)
     assert traffic.switches == []
-    traffic.pays, broken = 0.93, traffic.now
+    traffic.pays, traffic.right, broken = 0.93, 0.0, traffic.now
     traffic.run(60)
     assert [to for _, to in traffic.switches] == ["fallback"]
     assert traffic.switches[0][0] - broken <= 10
@@ -115,7 +121,7 @@ def test_random_heads_under_traffic_and_good_ones_again() -> None:
     assert 0.02 <= share <= 0.10, "only probes speculate"
     loss = share * (1 - traffic.pays)
     assert loss <= 0.03, "throughput is within 0.97 of vanilla's"
-    traffic.pays, mended = 1.8, traffic.now
+    traffic.pays, traffic.right, mended = 1.8, 0.6, traffic.now
     traffic.run(60)
     assert [to for _, to in traffic.switches] == ["fallback", "speculating"]
     assert traffic.switches[1][0] - mended <= 60
@@ -124,7 +130,7 @@ def test_random_heads_under_traffic_and_good_ones_again() -> None:
 
 def test_no_flapping_at_the_limit() -> None:
     """A class that pays next to nothing goes to vanilla once, and stays there."""
-    traffic = Traffic(pays=0.999)
+    traffic = Traffic(pays=0.999, right=0.01)
     traffic.run(40)
     traffic.pays = 1.001
     traffic.run(600)
