@@ -13,7 +13,8 @@ SLOW_HALF_LIFE = 2000.0
 PRIOR_STEPS = 200.0
 """What a prior from earlier days may count for; a few seconds of traffic outweigh it."""
 SETTLING_STEPS = 150.0
-"""After a shift the short memory alone is believed for this long: at first it still holds much of what was before."""
+"""After a shift the short memory alone is believed for so many steps in which the heads were asked: at first it still
+holds much of what was before."""
 _SHIFT_SIGMAS = 4.0
 _SHIFT_MIN_ATTEMPTS = 30.0
 
@@ -37,10 +38,9 @@ class Estimate:
 
     def updated(self, delta: Tally, now: float) -> Estimate:
         """With the counts of some more steps."""
-        steps = delta.steps
         fast = _faded(self.fast, delta, FAST_HALF_LIFE).plus(delta)
         if self.settling > 0:
-            return Estimate(fast, fast, now, self.shifts, settling=self.settling - steps)
+            return Estimate(fast, fast, now, self.shifts, settling=self.settling - _asked(delta))
         slow = _faded(self.slow, delta, SLOW_HALF_LIFE).plus(delta)
         if shifted(fast, slow):
             return Estimate(fast, fast, now, self.shifts + 1, settling=SETTLING_STEPS)
@@ -62,5 +62,8 @@ def shifted(fast: Tally, slow: Tally) -> bool:
 def _faded(memory: Tally, delta: Tally, half_life: float) -> Tally:
     """``memory`` after the steps of ``delta``. What is known of the heads fades by how often they were asked: where the
     engine asks them in one step of many, all that is known would otherwise be gone before the next answer."""
-    asked = min(max(delta.attempts, default=0.0), delta.steps)
-    return memory.scaled(0.5 ** (delta.steps / half_life), 0.5 ** (asked / half_life))
+    return memory.scaled(0.5 ** (delta.steps / half_life), 0.5 ** (_asked(delta) / half_life))
+
+
+def _asked(delta: Tally) -> float:
+    return max(delta.attempts, default=0.0)

@@ -22,6 +22,10 @@ speedup then lies just under 1, which says nothing against heads that are right 
 when the load goes, they pay again at once, which a fallback would not. Nor does it against heads that were hardly asked
 yet."""
 
+RECENT_ATTEMPTS = 12.0
+"""With so many in the window, the first head's accuracy there counts rather than what is remembered of it: heads of any
+use are not wrong that often in a row."""
+
 Mode = Literal["speculating", "fallback"]
 
 
@@ -86,6 +90,8 @@ def advance(
     if state.mode == "speculating":
         if in_mode < settings.window_s or steps < MIN_STEPS or speedup >= settings.min_speedup:
             return state, None
+        if evidence.attempts and evidence.attempts[0] >= RECENT_ATTEMPTS:
+            accuracy = sum(evidence.hits[0]) / evidence.attempts[0]
         useless = accuracy is not None and accuracy < USEFUL_ACCURACY
         if not useless and settings.min_speedup <= 1.0 and speedup >= settings.min_speedup - HOLDS_BACK:
             return state, None

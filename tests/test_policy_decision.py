@@ -278,10 +278,10 @@ def test_heads_that_are_seldom_asked_are_found_out_all_the_same() -> None:
     for _ in range(40):
         estimate = estimate.updated(Tally.of(drawn_steps(CODE, 50, random)), 0.0)
     seldom = [DecodeCounters(steps=30), DecodeCounters(steps=2, attempts=[2, 0], hits=[[0, 0], [0, 0]])]
-    for _ in range(25):
+    for _ in range(100):
         for delta in seldom:
             estimate = estimate.updated(Tally.of(delta), 1.0)
-    assert estimate.shifts == 1
+    assert estimate.shifts >= 1
     accuracy = KeyStats.of(estimate).first_accuracy
     assert accuracy is not None and accuracy < USEFUL_ACCURACY
 

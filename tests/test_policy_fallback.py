@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from backends.types import DecodeCounters
 from policy.counters import StatsKey, Tally
 from policy.decision import decide
-from policy.fallback import MIN_STEPS, RESUME_MARGIN, FallbackState, advance, evidence_span
+from policy.fallback import MIN_STEPS, RECENT_ATTEMPTS, RESUME_MARGIN, FallbackState, advance, evidence_span
 from policy.format import parse_policy
 from policy.spec import FallbackSettings, RequestFacts
 from policy.statistics import Statistics
@@ -39,6 +39,11 @@ def test_a_full_batch_is_no_reason() -> None:
     assert advance(start, SETTINGS, evidence(0.995), 110.0)[1] is None, "heads that were not asked yet"
     for accuracy in (0.6, None):
         assert advance(start, SETTINGS, evidence(0.96), 110.0, accuracy)[1] is not None, "a real loss is one"
+    lately = evidence(0.995)
+    lately.attempts, lately.hits = [RECENT_ATTEMPTS, 0.0], [[0.0, 1.0], [0.0]]
+    assert advance(start, SETTINGS, lately, 110.0, accuracy=0.6)[1] is not None, "they were good, they are not now"
+    lately.attempts[0] -= 1.0
+    assert advance(start, SETTINGS, lately, 110.0, accuracy=0.6)[1] is None
     strict = replace(SETTINGS, min_speedup=1.1)
     assert advance(start, strict, evidence(1.09), 110.0, accuracy=0.6)[1] is not None, "the operator wants more"
 
