@@ -39,9 +39,13 @@ class CostProbe:
         """The whole table, in about three seconds for the demo model."""
         rows = [size for size in ROWS if size <= self.runner.max_rows]
         self._touch(rows[-1])
-        heads = measure_runs(SEQUENCES, self._propose, time.perf_counter) if self.heads is not None else {}
+        heads = self.measure_heads()
         forward = measure_runs(rows, self._forward, time.perf_counter)
-        return Measured(StepCost.from_measurements(medians(forward), medians(heads)), restless(forward))
+        return Measured(StepCost.from_measurements(medians(forward), heads), restless(forward))
+
+    def measure_heads(self) -> list[tuple[int, float]]:
+        """Milliseconds of the heads by number of sequences; empty without heads."""
+        return [] if self.heads is None else medians(measure_runs(SEQUENCES, self._propose, time.perf_counter))
 
     def check(self) -> list[tuple[int, float]]:
         """Milliseconds at the few sizes by which a kept table is judged, in a fraction of the time."""

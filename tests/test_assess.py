@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from backends.checkpoints.loader import BackboneFacts, load_own
+from backends.engine_core import EngineCore
 from backends.heads import backbone_fingerprint, load_heads, read_heads_config, save_heads
 from backends.tiny import tiny_heads, tiny_tokenizer
 from backends.training.answers import generate_answers
@@ -23,6 +25,7 @@ from backends.training.dataset import Answer, load_hidden_states, read_answers
 from backends.training.distill import TrainingRun, train_heads
 from backends.training.evaluate import evaluate
 from backends.training.objective import OutputProjection
+from backends.training.race import race
 from backends.training.refresh import options_for, refresh_heads, sample_prompts
 from backends.training.trainer import TrainingOptions
 from gateway.commands.heads import add_parser
@@ -33,7 +36,7 @@ OPTIONS = TrainingOptions(
     num_heads=3, inner_size=64, epochs=4, batch_size=512, learning_rate=5e-3, dropout=0.0, draft_vocab_size=None
 )
 ASSESS = AssessOptions(
-    temperatures=(0.0, 1.0), per_class=4, max_new_tokens=24, node_counts=(3, 7), typical=True, cost=FLAT_COST
+    temperatures=(0.0, 1.0), per_class=4, max_new_tokens=24, node_counts=(3, 7), typical=True, rounds=2, cost=FLAT_COST
 )
 
 
@@ -92,7 +95,57 @@ def test_heads_decode_the_same_tokens_in_fewer_steps(assessment: Assessment):
     assert better.decoded[0].answers == 8
     assert better.decoded[0].tokens_per_step > worse.decoded[0].tokens_per_step + 0.3
     assert better.decoded[0].speedup > worse.decoded[0].speedup
+    assert better.decoded[0].accepted_per_step == pytest.approx(better.decoded[0].tokens_per_step - 1, abs=0.05)
     assert (worse.own_backbone, better.own_backbone) == (False, True)
+
+
+def test_the_race_is_of_equal_answers_and_names_a_winner(assessment: Assessment):
+    """Not who wins: that is for the clock to say."""
+    for heads in assessment.heads:
+        assert [(cell.label, cell.temperature) for cell in heads.measured] == [
+            (cell.label, cell.temperature) for cell in heads.decoded
+        ]
+        for cell in heads.measured:
+            assert cell.identical
+            assert 0 < cell.slowest <= cell.speedup <= cell.fastest
+            assert cell.tokens_per_s > 0
+    first, second = assessment.heads
+    assert second.measured[0].tokens_per_step > first.measured[0].tokens_per_step
+    assert assessment.winner.overall == max(first.overall, second.overall)
+    told = assessment.to_json()["winner"]
+    assert (told["folder"], told["by"]) == (assessment.winner.folder, "clock")
+    by_table = replace(assessment, heads=[replace(heads, measured=[]) for heads in assessment.heads])
+    assert by_table.winner.folder == second.folder, "by the flat cost table fewer steps win"
+    assert by_table.to_json()["winner"]["by"] == "cost table"
+
+
+def test_contestants_take_turns(toy: Toy, monkeypatch: pytest.MonkeyPatch):
+    """The clock gives every answer a second, so all are equally fast; the order of the calls is the one promised."""
+    order: list[str] = []
+
+    @dataclass
+    class Clock:
+        now: float = 0.0
+
+        def __call__(self) -> float:
+            self.now += 0.5
+            return self.now
+
+    prompts = [Answer(str(i), "code", (10 + i, 20), ()) for i in range(3)]
+    with toy.backbone.engine(kv_tokens=512, cost=FLAT_COST) as vanilla:
+        bound = load_own(toy.trained, BackboneFacts.of(toy.backbone.model)).bind(vanilla.runner)
+        heads = EngineCore(vanilla.runner, bound, vanilla.tokenizer, vanilla.config, FLAT_COST, lambda: 0.0)
+        monkeypatch.setattr(heads, "add", lambda each: (order.append(each.plan.method), EngineCore.add(heads, each)))
+        ((cell, of_class),) = race(
+            [heads], prompts, (0.0,), rounds=2, max_new_tokens=8, seed=0, log=lambda line: None, clock=Clock()
+        )
+    # After the warm-up: by prompts of the first round, then of the second.
+    first = ["vanilla", "medusa", "medusa", "vanilla", "vanilla", "medusa"]
+    second = ["medusa", "vanilla", "vanilla", "medusa", "medusa", "vanilla"]
+    assert order[2:] == first + second
+    assert (cell.label, of_class.label) == ("all", "code")
+    assert cell.speedup == cell.slowest == cell.fastest == 1.0
+    assert cell.tokens_per_s == pytest.approx(8 / 0.5)
 
 
 def test_accuracy_is_that_of_the_other_evaluation(toy: Toy, tmp_path):
@@ -156,6 +209,8 @@ def test_the_report_is_one_page_with_plots_and_nothing_from_outside(assessment: 
     assert "untrained was trained for another backbone" in page
     text = assessment_text(assessment)
     assert "trained: tokens/step" in text
+    assert "trained: tokens/s " in text
+    assert f"best: {Path(assessment.winner.folder).name}, speedup" in text
     assert "(trained for another backbone)" in text
 
 

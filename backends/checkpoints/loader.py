@@ -16,7 +16,7 @@ from backends.checkpoints.residual_heads import ResidualHeads, TorchHeads
 from backends.heads import WEIGHTS_FILE, HeadsError, MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
 from backends.hf_runner import HfRunner
 from backends.native.runner import NativeRunner
-from backends.runner import HeadsRunner
+from backends.runner import HeadsRunner, ModelRunner
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,10 @@ class LoadedHeads:
     accuracies: tuple[tuple[float, ...], ...] = ()
     message: str = ""
 
-    def bind(self, runner: NativeRunner | HfRunner) -> HeadsRunner:
+    def bind(self, runner: ModelRunner) -> HeadsRunner:
         if isinstance(self.heads, ResidualHeads):
             return TorchHeads(runner, self.heads)
+        assert isinstance(runner, NativeRunner | HfRunner)
         return runner.bind_heads(self.heads)
 
 
@@ -78,7 +79,7 @@ def load_checkpoint(name: str | Path, backbone: BackboneFacts) -> LoadedHeads:
     """
     folder = resolve_folder(str(name))
     if is_own(folder):
-        loaded = _load_own(folder, backbone)
+        loaded = load_own(folder, backbone)
     else:
         files, found = read_foreign(folder)
         check_fit(
@@ -126,7 +127,8 @@ def trained_for(config: dict[str, Any]) -> str:
     return str(config.get("base_model_name_or_path") or config.get("model") or "")
 
 
-def _load_own(folder: Path, backbone: BackboneFacts) -> LoadedHeads:
+def load_own(folder: Path, backbone: BackboneFacts) -> LoadedHeads:
+    """A local folder of the project's own format; nothing is logged. Raises :class:`HeadsError`."""
     heads = load_heads(folder, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
     config = read_heads_config(folder)
     about = config.get("backbone", {})

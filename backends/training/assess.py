@@ -6,7 +6,7 @@ Two measurements, by class of prompts and temperature:
 * *Decoding*: the engine itself, one request at a time, with the trees that its planner draws from the cost table
   measured here. All heads decode the same prompts with the same seeds against the same cost of a row, so their tokens
   are equal and their steps can be compared. The speedup is by the cost table, which other work on the machine disturbs
-  less than it would a race against the clock.
+  less than it would a race against the clock; such a race (:mod:`backends.training.race`) is run where it is asked for.
 
 For typical acceptance, which is lossy, the same prompts are decoded once more and compared with the exact answers.
 """
@@ -14,33 +14,37 @@ For typical acceptance, which is lossy, the same prompts are decoded once more a
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from backends.calibration import Calibration
+from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_own
 from backends.cost import StepCost
+from backends.cost_probe import CostProbe
 from backends.engine_core import EngineCore
 from backends.gate import DraftGate
-from backends.heads import MedusaHeads, load_heads, read_heads_config
+from backends.heads import MedusaHeads
 from backends.training.backbone import Backbone
 from backends.training.dataset import Answer, AnswersError, HiddenStates
 from backends.training.distill import collect_states
 from backends.training.evaluate import ALL_CLASSES, guess, rank_accuracy, replay
 from backends.training.objective import OutputProjection
+from backends.training.race import MeasuredCell, decode_prompt, race
 from backends.tree import CandidateTree
-from backends.types import Acceptance, DecodingPlan, GenerationRequest, GenerationStats, SamplingParams
+from backends.types import Acceptance, DecodingPlan, GenerationStats, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class AssessOptions:
     """``per_class``: most prompts of a class that are decoded. ``node_counts``: sizes of replayed trees.
 
-    ``cost``: instead of one measured here.
+    ``rounds``: of the race against vanilla decoding on the clock; 0: none. ``cost``: instead of one measured here.
     """
 
     temperatures: tuple[float, ...] = (0.0, 0.7)
@@ -48,6 +52,7 @@ class AssessOptions:
     max_new_tokens: int = 128
     node_counts: tuple[int, ...] = (4, 7, 11, 15)
     typical: bool = False
+    rounds: int = 0
     seed: int = 0
     cost: StepCost | None = None
 
@@ -74,7 +79,8 @@ class AccuracyCell:
 class DecodedCell:
     """What the engine did with the prompts of a class at one temperature.
 
-    ``speedup``: over vanilla decoding, by the cost table.
+    ``accepted_per_step``: of the heads' guesses; a step emits one token more. ``speedup``: over vanilla decoding, by
+    the cost table.
     """
 
     label: str
@@ -82,6 +88,7 @@ class DecodedCell:
     answers: int
     tokens: int
     tokens_per_step: float
+    accepted_per_step: float
     nodes_per_step: float
     speedup: float
 
@@ -120,11 +127,19 @@ class HeadsAssessment:
     accuracy: list[AccuracyCell]
     decoded: list[DecodedCell]
     typical: list[TypicalCell]
+    measured: list[MeasuredCell] = field(default_factory=list)
+
+    @property
+    def overall(self) -> float:
+        """The geometric mean of the speedups over classes and temperatures: on the clock if there was a race, else by
+        the cost table."""
+        cells = self.measured or self.decoded
+        return statistics.geometric_mean(cell.speedup for cell in cells if cell.label != ALL_CLASSES)
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """``cost_ms``: milliseconds of a forward by rows, on this device; the speedups are made of these."""
+    """``cost_ms``: milliseconds of a forward by rows, on this device; the expected speedups are made of these."""
 
     model: str
     adapted_from: str
@@ -133,8 +148,15 @@ class Assessment:
     cost_ms: dict[int, float]
     heads: list[HeadsAssessment]
 
+    @property
+    def winner(self) -> HeadsAssessment:
+        """The heads with the highest overall speedup."""
+        return max(self.heads, key=lambda each: each.overall)
+
     def to_json(self) -> dict[str, Any]:
-        return _rounded(asdict(self))
+        best = self.winner
+        winner = {"folder": best.folder, "speedup": best.overall, "by": "clock" if best.measured else "cost table"}
+        return _rounded({**asdict(self), "winner": winner})
 
 
 @dataclass(slots=True)
@@ -160,47 +182,47 @@ def assess(
     without any, those that the engine gives to ``prompts``. Raises :class:`backends.heads.HeadsError` for heads that
     don't fit, :class:`AnswersError` when no prompt leaves room for an answer (those that don't are left out).
     """
-    sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-    loaded = [load_heads(folder, **sizes) for folder in folders]
+    facts = BackboneFacts.of(backbone.model)
+    loaded = [load_own(folder, facts) for folder in folders]
     room = backbone.model.config.max_position_embeddings - options.max_new_tokens
     chosen = _first_of_each_class([prompt for prompt in prompts if len(prompt.prompt_ids) <= room], options.per_class)
     if not chosen:
         raise AnswersError(f"no prompt leaves room for {options.max_new_tokens} new tokens; lower --max-new-tokens")
     longest = max(len(prompt.prompt_ids) for prompt in chosen) + options.max_new_tokens
     decoded: list[dict[tuple[float, Acceptance], _Decoded]] = []
-    costs: list[StepCost] = []
-    runner = device = ""
-    for folder, heads in zip(folders, loaded, strict=True):
-        with backbone.engine(kv_tokens=longest + 64, heads=heads, cost=options.cost) as core:
-            # The same cost of a row for all of them: two measurements would differ by more than the heads do.
-            costs.append(replace(core.cost, rows=costs[0].rows) if costs else core.cost)
-            priced = _with_cost(core, costs[-1])
-            runner, device = core.runner.kind, str(core.runner.device)
+    with backbone.engine(kv_tokens=longest + 64, cost=options.cost) as vanilla:
+        runner = vanilla.runner
+        cores = [_core_with(vanilla, each, options.cost) for each in loaded]
+        for folder, core in zip(folders, cores, strict=True):
+            priced = _at_its_word(core)
             runs: dict[tuple[float, Acceptance], _Decoded] = {}
             for temperature in options.temperatures:
                 for acceptance in ("exact", "typical") if options.typical else ("exact",):
                     log(f"{folder}: decoding {len(chosen)} prompts, temperature {temperature:g}, {acceptance}")
                     runs[temperature, acceptance] = _decode(priced, chosen, temperature, acceptance, options)
             decoded.append(runs)
+        measured = _race(cores, chosen, options, log) if options.rounds else [[] for _ in cores]
     answers = answers or _as_answers(decoded[0])
     states = collect_states(backbone, answers, work_dir / "hidden", log=log)
     results = []
-    for folder, heads, runs, cost in zip(folders, loaded, decoded, costs, strict=True):
-        trained_for = read_heads_config(folder).get("backbone", {}).get("fingerprint")
+    for folder, each, core, runs, raced in zip(folders, loaded, cores, decoded, measured, strict=True):
+        heads = each.heads
+        assert isinstance(heads, MedusaHeads)
         results.append(
             HeadsAssessment(
                 folder=str(folder),
                 num_heads=heads.num_heads,
                 parameters=sum(parameter.numel() for parameter in heads.parameters()),
-                own_backbone=None if trained_for is None else trained_for == backbone.fingerprint,
-                heads_ms=cost.heads_ms(1),
+                own_backbone=None if each.stale is None else not each.stale,
+                heads_ms=core.cost.heads_ms(1),
                 accuracy=accuracy_cells(backbone, heads, states, options.node_counts),
                 decoded=[cell for t in options.temperatures for cell in decoded_cells(runs[t, "exact"], temperature=t)],
                 typical=[typical_cell(backbone, runs, t) for t in options.temperatures] if options.typical else [],
+                measured=raced,
             )
         )
-    rows = dict(costs[0].rows)
-    return Assessment(backbone.name, backbone.adapted_from, device, runner, rows, results)
+    rows = dict(vanilla.cost.rows)
+    return Assessment(backbone.name, backbone.adapted_from, str(runner.device), runner.kind, rows, results)
 
 
 def accuracy_cells(
@@ -245,6 +267,7 @@ def decoded_cells(run: _Decoded, *, temperature: float) -> list[DecodedCell]:
                 len(stats),
                 tokens,
                 tokens_per_step=tokens / steps,
+                accepted_per_step=sum(s.accepted_draft_tokens for s in stats) / steps,
                 nodes_per_step=sum(s.drafted_tokens for s in stats) / steps,
                 speedup=sum(s.speedup_estimate * s.steps for s in stats) / steps,
             )
@@ -289,13 +312,41 @@ def perplexity(backbone: Backbone, prompts: Sequence[Answer], answers: Sequence[
     return math.exp(total / max(count, 1))
 
 
-def _with_cost(core: EngineCore, cost: StepCost) -> EngineCore:
-    """The same engine under another cost table, which is taken at its word."""
-    priced = EngineCore(
-        core.runner, core.heads, core.tokenizer, core.config, cost, time.monotonic, None, DraftGate(cost)
-    )
+def _core_with(vanilla: EngineCore, heads: LoadedHeads, cost: StepCost | None) -> EngineCore:
+    """An engine with these heads over the same runner, as it would serve. The cost of a row is the same for all of
+    them: two measurements would differ by more than the heads do."""
+    runner = vanilla.runner
+    bound = heads.bind(runner)
+    cost = cost or StepCost.from_measurements(vanilla.cost.rows, CostProbe(runner, bound).measure_heads())
+    gate = DraftGate(cost, heads.accuracies)
+    return EngineCore(runner, bound, vanilla.tokenizer, vanilla.config, cost, time.monotonic, None, gate)
+
+
+def _at_its_word(core: EngineCore) -> EngineCore:
+    """The same engine, which believes its cost table whatever the clock says."""
+    priced = EngineCore(core.runner, core.heads, core.tokenizer, core.config, core.cost, time.monotonic)
     priced.calibration = Calibration(enabled=False)
     return priced
+
+
+def _race(
+    cores: Sequence[EngineCore], prompts: Sequence[Answer], options: AssessOptions, log: Callable[[str], object]
+) -> list[list[MeasuredCell]]:
+    threads = torch.get_num_threads()
+    if cores[0].runner.kind == "native":
+        torch.set_num_threads(1)  # as when it serves
+    try:
+        return race(
+            cores,
+            prompts,
+            options.temperatures,
+            rounds=options.rounds,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed,
+            log=log,
+        )
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _decode(
@@ -308,16 +359,9 @@ def _decode(
     for number, prompt in enumerate(prompts):
         seed = options.seed * 1_000_003 + number
         sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=options.max_new_tokens)
-        core.add(GenerationRequest(str(number), prompt.prompt_ids, sampling, plan))
-        answer: list[int] = []
-        while core.has_work:
-            for _, chunk in core.step():
-                answer += chunk.token_ids
-                if chunk.finish_reason == "error":
-                    raise RuntimeError(f"the engine failed on prompt {prompt.id}: {chunk.error}")
-                if chunk.stats is not None:
-                    stats.append(chunk.stats)
+        answer, told = decode_prompt(core, prompt, plan, sampling)
         answers.append(answer)
+        stats.append(told)
     return _Decoded(list(prompts), answers, stats)
 
 

@@ -35,6 +35,9 @@ table measured here.</p>
 {% for name, h in names if h.own_backbone == false %}
 <p class="warning">{{ name }} was trained for another backbone.</p>{% endfor %}
 <h2>Decoded by the engine</h2>{{ plots.decoded|safe }}{{ tables.decoded|safe }}
+{% if tables.measured %}<h2>Against vanilla decoding, on the clock</h2>{{ tables.measured|safe }}
+<p>Medians over rounds, and the range of the rounds' speedups.</p>{% endif %}
+{% for line in verdict %}<p>{{ line }}</p>{% endfor %}
 <h2>Accuracy of each head</h2>{{ plots.accuracy|safe }}{{ tables.accuracy|safe }}
 <h2>Tokens per step by size of tree</h2>
 <p>Answers replayed. Dynamic: each step's tree fits the heads' probabilities. Static: the best fixed tree.</p>
@@ -49,7 +52,7 @@ table measured here.</p>
 
 def assessment_text(assessment: Assessment) -> str:
     """Tables for a terminal; several heads stand side by side."""
-    tables = [decoded_table(assessment), accuracy_table(assessment)]
+    tables = [decoded_table(assessment), *_if_any(measured_table(assessment)), accuracy_table(assessment)]
     if assessment.heads[0].typical:
         tables.append(typical_table(assessment))
     notes = [
@@ -57,7 +60,21 @@ def assessment_text(assessment: Assessment) -> str:
         + (" (trained for another backbone)" if heads.own_backbone is False else "")
         for name, heads in named(assessment)
     ]
-    return "\n".join([*notes, *(f"\n{_plain(table)}" for table in tables)])
+    return "\n".join([*notes, *(f"\n{_plain(table)}" for table in tables), *_verdict(assessment)])
+
+
+def _if_any(table: list[list[str]]) -> list[list[list[str]]]:
+    return [table] if len(table) > 1 else []
+
+
+def _verdict(assessment: Assessment) -> list[str]:
+    """Who wins, where there is a choice."""
+    if len(assessment.heads) < 2:
+        return []
+    best = assessment.winner
+    (name,) = (name for name, heads in named(assessment) if heads is best)
+    by = "on the clock" if best.measured else "expected"
+    return [f"\nbest: {name}, speedup {best.overall:.3f} {by} (geometric mean over classes and temperatures)"]
 
 
 def named(assessment: Assessment) -> list[tuple[str, HeadsAssessment]]:
@@ -71,12 +88,27 @@ def named(assessment: Assessment) -> list[tuple[str, HeadsAssessment]]:
 def decoded_table(assessment: Assessment) -> list[list[str]]:
     header = ["class", "temperature", "prompts"]
     for name, _ in named(assessment):
-        header += [f"{name}: tokens/step", "nodes/step", "speedup"]
+        header += [f"{name}: tokens/step", "accepted", "nodes", "expected speedup"]
     rows = [header]
     for cells in zip(*(heads.decoded for heads in assessment.heads), strict=True):
         row = [cells[0].label, f"{cells[0].temperature:g}", str(cells[0].answers)]
         for cell in cells:
-            row += [f"{cell.tokens_per_step:.3f}", f"{cell.nodes_per_step:.2f}", f"{cell.speedup:.3f}"]
+            row += [f"{cell.tokens_per_step:.3f}", f"{cell.accepted_per_step:.3f}"]
+            row += [f"{cell.nodes_per_step:.2f}", f"{cell.speedup:.3f}"]
+        rows.append(row)
+    return rows
+
+
+def measured_table(assessment: Assessment) -> list[list[str]]:
+    """Tokens per second and speedup on the clock, with the slowest and the fastest round."""
+    header = ["class", "temperature", "vanilla: tokens/s"]
+    for name, _ in named(assessment):
+        header += [f"{name}: tokens/s", "speedup", "rounds"]
+    rows = [header]
+    for cells in zip(*(heads.measured for heads in assessment.heads), strict=True):
+        row = [cells[0].label, f"{cells[0].temperature:g}", f"{cells[0].vanilla_tokens_per_s:.1f}"]
+        for cell in cells:
+            row += [f"{cell.tokens_per_s:.1f}", f"{cell.speedup:.3f}", f"{cell.slowest:.2f}-{cell.fastest:.2f}"]
         rows.append(row)
     return rows
 
@@ -124,6 +156,7 @@ def assessment_html(assessment: Assessment) -> str:
         "decoded": _html(decoded_table(assessment)),
         "accuracy": _html(accuracy_table(assessment)),
         "typical": _html(typical_table(assessment)) if assessment.heads[0].typical else "",
+        "measured": "".join(map(_html, _if_any(measured_table(assessment)))),
     }
     plots = {
         "decoded": _decoded_plot(assessment),
@@ -132,7 +165,8 @@ def assessment_html(assessment: Assessment) -> str:
         "cost": _cost_plot(assessment),
     }
     page = Environment(autoescape=True).from_string(_PAGE)
-    return page.render(a=assessment, names=named(assessment), tables=tables, plots=plots)
+    verdict = _verdict(assessment)
+    return page.render(a=assessment, names=named(assessment), tables=tables, plots=plots, verdict=verdict)
 
 
 def _plain(rows: Sequence[Sequence[str]]) -> str:

@@ -36,6 +36,7 @@ def add_parser(commands: Any) -> None:
     add("--per-class", type=positive_int, default=8, help="prompts of each class to decode; default: %(default)s")
     add("--max-new-tokens", type=positive_int, default=128, help="longest answer; default: %(default)s")
     add("--typical", action="store_true", help="what typical acceptance would gain and change")
+    add("--measure", type=positive_int, default=0, metavar="ROUNDS", help="also race them against vanilla on the clock")
     add("--report", type=Path, metavar="FILE.html", help="write a report with plots")
     add("--work-dir", type=Path, help="keep the hidden states here; default: a temporary folder")
     add("--seed", type=int, default=0)
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
             per_class=args.per_class,
             max_new_tokens=args.max_new_tokens,
             typical=args.typical,
+            rounds=args.measure,
             seed=args.seed,
         )
         backbone = open_backbone(args, args.device)
