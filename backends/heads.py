@@ -21,6 +21,16 @@ projection is the backbone's own ``lm_head``, cut down to frequent tokens (FR-Sp
 a chain of states, but without attention): head ``i`` is fed the state of head ``i - 1`` and the embedding of the token
 chosen from it instead of the backbone's state and the pending token.
 
+``medusa-gateway/3`` has what the other two leave out, and says ``sequential`` in its config:
+
+=========================== ======================== =================================================================
+tensor                      shape                    meaning
+=========================== ======================== =================================================================
+``further.{i}.up.weight``   [heads, inner, input]    block ``i + 2`` of every head, after the first; ``.up.bias`` and
+                                                     ``.down.weight`` likewise
+``output.weight``           [heads, V', H]           own output layers, over the draft vocabulary; absent: ``lm_head``
+=========================== ======================== =================================================================
+
 Other flavours of checkpoints are not read here.
 """
 
@@ -29,6 +39,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +52,12 @@ from torch import nn
 
 FORMAT = "medusa-gateway/1"
 SEQUENTIAL_FORMAT = "medusa-gateway/2"
+GENERAL_FORMAT = "medusa-gateway/3"
+FORMATS = (FORMAT, SEQUENTIAL_FORMAT, GENERAL_FORMAT)
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "medusa_heads.safetensors"
+
+_FURTHER = re.compile(r"^further\.\d+\.up\.weight$")
 
 HeadInput = Literal["hidden", "hidden+token"]
 
@@ -54,10 +70,15 @@ class MedusaHeads(nn.Module):
     """All heads of one backbone, stacked so that one batched product evaluates them.
 
     ``h = x + W_down silu(W_up [x / rms(x); e / rms(e)] + b_up)`` for every head, with ``x`` the hidden state and ``e``
-    the embedding of the pending token. ``W_down`` starts at zero: an untrained head says what ``lm_head`` says.
+    the embedding of the pending token; with several ``layers`` the next such block takes ``h`` for ``x``. ``W_down``
+    starts at zero: an untrained head says what ``lm_head`` says.
+
+    ``output_rows`` [V', H] (what the heads' own output layers start from): give every head an output layer of its own
+    instead of ``lm_head``.
     """
 
     draft_token_ids: torch.Tensor | None
+    output: _StackedLinear | None
 
     def __init__(
         self,
@@ -68,6 +89,8 @@ class MedusaHeads(nn.Module):
         head_input: HeadInput = "hidden+token",
         sequential: bool = False,
         draft_token_ids: torch.Tensor | None = None,
+        layers: int = 1,
+        output_rows: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         if sequential and head_input != "hidden+token":
@@ -78,15 +101,35 @@ class MedusaHeads(nn.Module):
         input_size = hidden_size * (2 if head_input == "hidden+token" else 1)
         self.up = _StackedLinear(num_heads, input_size, inner_size, bias=True)
         self.down = _StackedLinear(num_heads, inner_size, hidden_size, bias=False)
+        self.further = nn.ModuleList(_Block(num_heads, input_size, inner_size, hidden_size) for _ in range(layers - 1))
+        self.output = None
+        if output_rows is not None:
+            self.output = _StackedLinear(num_heads, hidden_size, len(output_rows), bias=False)
+            with torch.no_grad():
+                self.output.weight.copy_(output_rows)
         self.register_buffer("draft_token_ids", draft_token_ids)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        bound = self.up.weight.shape[2] ** -0.5
-        nn.init.uniform_(self.up.weight, -bound, bound)
-        assert self.up.bias is not None
-        nn.init.zeros_(self.up.bias)
-        nn.init.zeros_(self.down.weight)
+        for up, down in self.blocks:
+            bound = up.weight.shape[2] ** -0.5
+            nn.init.uniform_(up.weight, -bound, bound)
+            assert up.bias is not None
+            nn.init.zeros_(up.bias)
+            nn.init.zeros_(down.weight)
+
+    @property
+    def blocks(self) -> list[tuple[_StackedLinear, _StackedLinear]]:
+        """``W_up`` and ``W_down`` of each layer, of all heads."""
+        return [(self.up, self.down), *((block.up, block.down) for block in self.further)]  # type: ignore[list-item]
+
+    @property
+    def layers(self) -> int:
+        return 1 + len(self.further)
+
+    @property
+    def own_output(self) -> bool:
+        return self.output is not None
 
     @property
     def num_heads(self) -> int:
@@ -97,11 +140,12 @@ class MedusaHeads(nn.Module):
         return self.up.weight.shape[1]
 
     def block_input(self, hidden: torch.Tensor, pending_embedding: torch.Tensor) -> torch.Tensor:
-        """What ``W_up`` is fed: [n, input]."""
+        """What ``W_up`` is fed: [..., n, input] of ``hidden`` [..., n, H] and ``pending_embedding`` [n, H]."""
         normed = F.rms_norm(hidden, (self.hidden_size,), eps=1e-6)
         if self.head_input == "hidden":
             return normed
-        return torch.cat([normed, F.rms_norm(pending_embedding, (self.hidden_size,), eps=1e-12)], dim=-1)
+        token = F.rms_norm(pending_embedding, (self.hidden_size,), eps=1e-12)
+        return torch.cat([normed, token.expand_as(normed)], dim=-1)
 
     def propose_hidden(
         self, hidden: torch.Tensor, pending_embedding: torch.Tensor, dropout: float = 0.0
@@ -111,20 +155,22 @@ class MedusaHeads(nn.Module):
         ``hidden`` [n, H]: final-norm states; ``pending_embedding`` [n, H]: input embeddings of the token after each
         (ignored by heads of input "hidden"). Returns [heads, n, H] in the dtype of ``hidden``.
         """
-        inputs = self.block_input(hidden, pending_embedding).expand(self.num_heads, -1, -1)
-        inner = F.dropout(F.silu(self.up(inputs)), dropout, training=self.training)
-        return hidden + self.down(inner)
+        states = hidden
+        for up, down in self.blocks:
+            inputs = self.block_input(states, pending_embedding).expand(self.num_heads, -1, -1)
+            inner = F.dropout(F.silu(up(inputs)), dropout, training=self.training)
+            states = states + down(inner)
+        return states
 
     def follow_hidden(
         self, head: int, state: torch.Tensor, embedding: torch.Tensor, dropout: float = 0.0
     ) -> torch.Tensor:
         """One sequential head: the state of the head before (``hidden`` for the first) and the embedding of the token
         chosen from it (the pending token for the first), both [n, H] -> this head's state [n, H]."""
-        assert self.up.bias is not None
-        inputs = self.block_input(state, embedding)
-        inner = F.silu(F.linear(inputs, self.up.weight[head].to(inputs.dtype), self.up.bias[head].to(inputs.dtype)))
-        inner = F.dropout(inner, dropout, training=self.training)
-        return state + F.linear(inner, self.down.weight[head].to(inputs.dtype))
+        for up, down in self.blocks:
+            inner = F.silu(up.of_head(head, self.block_input(state, embedding)))
+            state = state + down.of_head(head, F.dropout(inner, dropout, training=self.training))
+        return state
 
     def path_hidden(self, hidden: torch.Tensor, embeddings: torch.Tensor, dropout: float = 0.0) -> torch.Tensor:
         """States of all heads when the tokens on the path are known (in training).
@@ -140,7 +186,23 @@ class MedusaHeads(nn.Module):
             states.append(state)
         return torch.stack(states)
 
+    def logits(self, states: torch.Tensor, lm_head_rows: torch.Tensor) -> torch.Tensor:
+        """What all heads say: ``states`` [heads, n, H] -> [heads, n, V'] float32. ``lm_head_rows`` [V', H] of the draft
+        vocabulary: for heads without output layers of their own."""
+        if self.output is not None:
+            return self.output(states).float()
+        return F.linear(states.to(lm_head_rows.dtype), lm_head_rows).float()
+
     forward = propose_hidden
+
+
+class _Block(nn.Module):
+    """A residual block of every head after its first."""
+
+    def __init__(self, num_heads: int, input_size: int, inner_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.up = _StackedLinear(num_heads, input_size, inner_size, bias=True)
+        self.down = _StackedLinear(num_heads, inner_size, hidden_size, bias=False)
 
 
 class _StackedLinear(nn.Module):
@@ -158,6 +220,11 @@ class _StackedLinear(nn.Module):
         if self.bias is None:
             return torch.bmm(inputs, weight)
         return torch.baddbmm(self.bias.to(inputs.dtype).unsqueeze(1), inputs, weight)
+
+    def of_head(self, head: int, inputs: torch.Tensor) -> torch.Tensor:
+        """One head alone: [n, in] -> [n, out]."""
+        bias = None if self.bias is None else self.bias[head].to(inputs.dtype)
+        return F.linear(inputs, self.weight[head].to(inputs.dtype), bias)
 
 
 def backbone_fingerprint(model: nn.Module) -> str:
@@ -181,9 +248,12 @@ def save_heads(heads: MedusaHeads, folder: Path, *, config: dict[str, Any]) -> N
         name: tensor.detach().to("cpu", torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in heads.state_dict().items()
     }
+    plain = heads.layers == 1 and not heads.own_output
     settings = {
-        "format": SEQUENTIAL_FORMAT if heads.sequential else FORMAT,
+        "format": (SEQUENTIAL_FORMAT if heads.sequential else FORMAT) if plain else GENERAL_FORMAT,
+        "sequential": heads.sequential,
         "num_heads": heads.num_heads,
+        "layers": heads.layers,
         "inner_size": heads.inner_size,
         "input": heads.head_input,
         "draft_vocab_size": None if heads.draft_token_ids is None else len(heads.draft_token_ids),
@@ -209,8 +279,10 @@ def read_heads_config(folder: Path) -> dict[str, Any]:
     except ValueError:
         raise HeadsError(f"{path} is not JSON") from None
     found = config.get("format") if isinstance(config, dict) else None
-    if found not in (FORMAT, SEQUENTIAL_FORMAT):
-        raise HeadsError(f"{path}: format is {found!r}; this version reads {FORMAT!r} and {SEQUENTIAL_FORMAT!r}")
+    if found not in FORMATS:
+        raise HeadsError(f"{path}: format is {found!r}; this version reads {', '.join(map(repr, FORMATS))}")
+    if found == GENERAL_FORMAT and not isinstance(config.get("sequential"), bool):
+        raise HeadsError(f"{path}: {GENERAL_FORMAT} must say whether the heads are 'sequential': true or false")
     return config
 
 
@@ -232,6 +304,8 @@ def load_heads(folder: Path, *, hidden_size: int, vocab_size: int) -> MedusaHead
     missing = {"up.weight", "up.bias", "down.weight"} - tensors.keys()
     if missing:
         raise HeadsError(f"{path} lacks {', '.join(sorted(missing))}")
+    general = config["format"] == GENERAL_FORMAT
+    own_output = general and "output.weight" in tensors
     up, down = tensors["up.weight"], tensors["down.weight"]
     if up.dim() != 3 or down.dim() != 3:
         raise HeadsError(f"{path}: up.weight and down.weight must be stacked over heads (3 dimensions)")
@@ -247,16 +321,31 @@ def load_heads(folder: Path, *, hidden_size: int, vocab_size: int) -> MedusaHead
     inputs: dict[int, HeadInput] = {hidden_size: "hidden", 2 * hidden_size: "hidden+token"}
     if input_size not in inputs:
         raise HeadsError(f"{path}: up.weight takes {input_size} inputs; expected {hidden_size} or {2 * hidden_size}")
+    ids = _checked_draft_ids(tensors.get("draft_token_ids"), vocab_size, path)
     heads = MedusaHeads(
         hidden_size,
         num_heads,
         inner_size,
         head_input=inputs[input_size],
-        sequential=config["format"] == SEQUENTIAL_FORMAT,
-        draft_token_ids=_checked_draft_ids(tensors.get("draft_token_ids"), vocab_size, path),
+        sequential=config.get("sequential", False) if general else config["format"] == SEQUENTIAL_FORMAT,
+        draft_token_ids=ids,
+        layers=1 + len({name.split(".")[1] for name in tensors if _FURTHER.match(name)}) if general else 1,
+        output_rows=torch.zeros(vocab_size if ids is None else len(ids), hidden_size) if own_output else None,
     )
-    heads.load_state_dict({name: tensor for name, tensor in tensors.items() if name in heads.state_dict()})
+    _check_tensors(heads, tensors, path)
+    heads.load_state_dict(tensors)
     return heads.eval().requires_grad_(False)
+
+
+def _check_tensors(heads: MedusaHeads, tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raises :class:`HeadsError` unless the file holds what such heads have and nothing else."""
+    expected = heads.state_dict()
+    for what, names in (("lacks", expected.keys() - tensors.keys()), ("has stray", tensors.keys() - expected.keys())):
+        if names:
+            raise HeadsError(f"{path} {what} {', '.join(sorted(names))}")
+    for name, tensor in expected.items():
+        if tensors[name].shape != tensor.shape:
+            raise HeadsError(f"{path}: {name} is {list(tensors[name].shape)}, expected {list(tensor.shape)}")
 
 
 def _checked_draft_ids(ids: torch.Tensor | None, vocab_size: int, path: Path) -> torch.Tensor | None:
@@ -279,8 +368,10 @@ def describe_heads(folder: Path) -> dict[str, Any]:
         "format": config["format"],
         "sequential": heads.sequential,
         "num_heads": heads.num_heads,
+        "layers": heads.layers,
         "inner_size": heads.inner_size,
         "input": heads.head_input,
+        "lm_head": "own" if heads.own_output else "the backbone's",
         "draft_vocab_size": backbone["vocab_size"] if heads.draft_token_ids is None else len(heads.draft_token_ids),
         "bytes": path.stat().st_size,
         "backbone": backbone,

@@ -7,7 +7,6 @@ layers have not been measured for that property.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,8 @@ from transformers import AttentionInterface
 
 from backends.architectures import UnsupportedModel, check_attention, check_interface, refusal
 from backends.batch import PAGE_SIZE, BatchBuilder, StepBatch
-from backends.follow import GuessLists, plan_of_tree
 from backends.heads import MedusaHeads
+from backends.heads_in_torch import HeadsInTorch
 from backends.paged_attention import (
     ATTENTION_NAME,
     AttentionProbe,
@@ -27,9 +26,8 @@ from backends.paged_attention import (
     paged_attention,
     visible_slots,
 )
-from backends.runner import Proposals, RowSampling, best_guesses
+from backends.runner import RowSampling
 from backends.sampling_torch import draw_rows
-from backends.tree import CandidateTree
 
 _ROW_MULTIPLE = 4
 _PROBE_TOKENS = 24
@@ -159,68 +157,13 @@ class HfRunner:
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
         return draw_rows(logits[rows], params)
 
-    def bind_heads(self, heads: MedusaHeads) -> HfHeads:
-        return HfHeads(self, heads)
+    def bind_heads(self, heads: MedusaHeads) -> HeadsInTorch:
+        weight = self._lm_head.weight.detach()
+        rows = weight if heads.draft_token_ids is None else weight[heads.draft_token_ids.long()]
+        return HeadsInTorch(heads, self, self.embed, lambda states: F.linear(states.to(rows.dtype), rows).float())
 
     def embed(self, token_ids: list[int]) -> torch.Tensor:
         return self._model.get_input_embeddings()(torch.tensor(token_ids, device=self.device))
-
-
-class HfHeads:
-    """Medusa heads in torch operations. See :class:`backends.runner.HeadsRunner`."""
-
-    def __init__(self, runner: HfRunner, heads: MedusaHeads) -> None:
-        self._runner = runner
-        self._heads = heads.to(runner.device)
-        self.num_heads = heads.num_heads
-        weight = runner._lm_head.weight.detach()
-        ids = heads.draft_token_ids
-        self._draft_ids = None if ids is None else ids.cpu().numpy()
-        self._draft_lm_head = weight if ids is None else weight[ids.long()]
-
-    @torch.inference_mode()
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-    ) -> list[Proposals]:
-        pending = [context[-1] for context in contexts]
-        if self._heads.sequential:
-            return self._follow(hidden, pending, k, trees)
-        states = self._heads.propose_hidden(hidden, self._runner.embed(pending))
-        tokens, probabilities = self._guesses(states, k)
-        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]
-
-    def _guesses(self, states: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ``k`` best tokens of states [..., H] and their probabilities: [..., k] each."""
-        logits = F.linear(states.to(self._draft_lm_head.dtype), self._draft_lm_head).float()
-        columns, probabilities = best_guesses(logits, k)
-        ids = columns.to("cpu", torch.int32).numpy()
-        return ids if self._draft_ids is None else self._draft_ids[ids], probabilities.cpu().numpy()
-
-    def _follow(
-        self, hidden: torch.Tensor, pending: list[int], k: int, trees: Sequence[CandidateTree | None]
-    ) -> list[Proposals]:
-        """Sequential heads, level by level: one pass over the lists of all sequences for each head."""
-        wanted = [plan_of_tree(tree, self.num_heads, k) if tree else None for tree in (trees or [None] * len(pending))]
-        grown = [GuessLists(plan) for plan in wanted]
-        rows, states = [(i, token) for i, token in enumerate(pending)], hidden
-        above = list(range(len(pending)))
-        for head in range(self.num_heads):
-            embedded = self._runner.embed([token for _, token in rows])
-            states = self._heads.follow_hidden(head, states[above], embedded)
-            tokens, probabilities = self._guesses(states, k)
-            for row, (sequence, _) in enumerate(rows):
-                grown[sequence].add(tokens[row], probabilities[row], row)
-            if head + 1 < self.num_heads:
-                opened = [(i, *found) for i, lists in enumerate(grown) for found in lists.open()]
-                rows = [(i, token) for i, token, _ in opened]
-                above = [row for _, _, row in opened]
-                if not rows:
-                    break
-        return [Proposals(*lists.arrays()) for lists in grown]
 
 
 def _pad_rows(tensor: torch.Tensor, padding: int) -> torch.Tensor:

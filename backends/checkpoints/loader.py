@@ -14,8 +14,9 @@ from backends.checkpoints.files import HeadsFiles, first_values, read_config, re
 from backends.checkpoints.flavours import ForeignHeads, check_fit, is_head_tensor, parse_heads
 from backends.checkpoints.residual_heads import ResidualHeads, TorchHeads
 from backends.heads import WEIGHTS_FILE, HeadsError, MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
+from backends.heads_in_torch import HeadsInTorch
 from backends.hf_runner import HfRunner
-from backends.native.runner import NativeRunner
+from backends.native.runner import LANES, NativeRunner
 from backends.runner import HeadsRunner, ModelRunner
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,36 @@ class LoadedHeads:
     def bind(self, runner: ModelRunner) -> HeadsRunner:
         if isinstance(self.heads, ResidualHeads):
             return TorchHeads(runner, self.heads)
-        assert isinstance(runner, NativeRunner | HfRunner)
-        return runner.bind_heads(self.heads)
+        if isinstance(runner, HfRunner):
+            return runner.bind_heads(self.heads)
+        assert isinstance(runner, NativeRunner)
+        reason = _not_native(self.heads)
+        if reason is None:
+            return runner.bind_heads(self.heads)
+        log.warning("the heads run in torch operations, which is slower than the kernels: %s", reason)
+        return _beside_kernels(self.heads, runner)
+
+
+def _not_native(heads: MedusaHeads) -> str | None:
+    """Why the kernels can't run these heads; None: they can."""
+    if heads.layers > 1:
+        return f"{heads.layers} layers for each head"
+    if heads.own_output:
+        return "output layers of their own"
+    if heads.inner_size % LANES:
+        return f"inner size {heads.inner_size} is not a multiple of {LANES}"
+    return None
+
+
+def _beside_kernels(heads: MedusaHeads, runner: NativeRunner) -> HeadsInTorch:
+    ids = None if heads.draft_token_ids is None else heads.draft_token_ids.long()
+
+    def project(states: torch.Tensor) -> torch.Tensor:
+        # The kernels have lm_head in their own layout only, so its other columns are computed as well.
+        logits = runner.logits(states.flatten(0, -2).contiguous()).unflatten(0, states.shape[:-1])
+        return logits if ids is None else logits[..., ids]
+
+    return HeadsInTorch(heads, runner, lambda token_ids: runner.embeddings[token_ids], project)
 
 
 def load_checkpoint(name: str | Path, backbone: BackboneFacts) -> LoadedHeads:

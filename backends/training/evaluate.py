@@ -51,8 +51,7 @@ def guess(
     for part in rows.split(batch_size):
         path = projection.embeddings[path_tokens(states, part, heads.num_heads)].to(dtype)
         guessed = heads.path_hidden(states.hidden[part].to(projection.lm_head_rows), path)
-        logits = torch.nn.functional.linear(guessed, projection.lm_head_rows).float()
-        columns, shares = best_guesses(logits, ranks)
+        columns, shares = best_guesses(heads.logits(guessed, projection.lm_head_rows), ranks)
         probabilities.append(shares.cpu())
         ids = columns.cpu()
         if projection.draft_token_ids is not None:

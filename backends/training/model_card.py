@@ -43,6 +43,11 @@ def model_card(folder: Path) -> str:
     licence = "Apache-2.0, as the backbone." if demo else "follows the backbone's and the prompts' (below)."
     by_temperature = training.get("answers_by_temperature", {})
     temperatures = "".join(f"; {count} at temperature {t}" for t, count in sorted(by_temperature.items()))
+    formula = "h = x + W_down silu(W_up [x; e] + b)"
+    if facts["layers"] > 1:
+        formula += f", {facts['layers']} times, each on the result of the one before"
+    own = facts["lm_head"] == "own"
+    output = "an output layer of its own over" if own else "the backbone's own `lm_head` cut to"
     lines = [
         f"# Medusa heads for {backbone['name']}",
         "",
@@ -54,8 +59,8 @@ def model_card(folder: Path) -> str:
         "",
         f"- Backbone: {backbone['name']}, fingerprint `{backbone['fingerprint']}`, hidden size"
         f" {backbone['hidden_size']}, vocabulary {backbone['vocab_size']}.",
-        f"- Head: `h = x + W_down silu(W_up [x; e] + b)`, inner size {facts['inner_size']}, input `{facts['input']}`"
-        " (x: final-norm hidden state, e: embedding of the pending token), then the backbone's own `lm_head` cut to"
+        f"- Head: `{formula}`, inner size {facts['inner_size']}, input `{facts['input']}`"
+        f" (x: final-norm hidden state, e: embedding of the pending token), then {output}"
         f" {facts['draft_vocab_size']:,} tokens.",
         f"- File: `{WEIGHTS_FILE}`, bfloat16, {facts['bytes'] / 1e6:.2f} MB, format `{facts['format']}`.",
         f"- Licence: {licence}",

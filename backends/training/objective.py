@@ -124,14 +124,16 @@ def path_tokens(states: HiddenStates, rows: torch.Tensor, num_heads: int) -> tor
 class _CrossEntropyOverRows(torch.autograd.Function):
     """Weighted cross-entropy of ``hidden @ rows.T`` that never holds more than ``chunk`` rows of logits.
 
-    The gradient is made in the forward pass, while the probabilities are at hand: half the memory traffic of autograd.
+    The gradients are made in the forward pass, while the probabilities are at hand: half the memory traffic of
+    autograd. That of ``rows`` only where it is asked for.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
-        # hidden [n, H], rows [V', H] frozen, columns and shares [n, k], weight [n]
+        # hidden [n, H], rows [V', H], columns and shares [n, k], weight [n]
         hidden, rows, columns, shares, weight, chunk = inputs
         gradient = torch.zeros_like(hidden)
+        of_rows = torch.zeros_like(rows) if ctx.needs_input_grad[1] else None
         loss = hidden.new_zeros((), dtype=torch.float32)
         for kept in shares.sum(dim=1).nonzero().squeeze(1).split(chunk):
             kept_columns, kept_shares, kept_weight = columns[kept], shares[kept], weight[kept].unsqueeze(1)
@@ -142,14 +144,17 @@ class _CrossEntropyOverRows(torch.autograd.Function):
             loss += ((total.log() - wanted) * kept_weight).sum()
             difference = logits.mul_(kept_weight / total)
             difference.scatter_add_(1, kept_columns, -kept_shares * kept_weight)
-            gradient[kept] = difference.to(hidden.dtype) @ rows
-        ctx.save_for_backward(gradient)
+            difference = difference.to(hidden.dtype)
+            gradient[kept] = difference @ rows
+            if of_rows is not None:
+                of_rows += difference.T @ hidden[kept]
+        ctx.save_for_backward(gradient, of_rows)
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return gradient * gradients[0].to(gradient.dtype), None, None, None, None, None
+        found = (None if each is None else each * gradients[0].to(each.dtype) for each in ctx.saved_tensors)
+        return *found, None, None, None, None
 
 
 def heads_loss(
@@ -175,7 +180,15 @@ def heads_loss(
     known = targets.shares.sum(dim=-1) > 0
     counts = known.sum(dim=1) if known_counts is None else known_counts
     weight = (decay / decay.sum() / counts.clamp(min=1)).unsqueeze(1).expand(known.shape)
-    loss = _CrossEntropyOverRows.apply(
+    if heads.output is not None:
+        rows = heads.output.weight.to(hidden.dtype)
+        return torch.stack(
+            [
+                _cross_entropy(guessed[h], rows[h], targets.columns[h], targets.shares[h], weight[h], chunk)
+                for h in range(heads.num_heads)
+            ]
+        ).sum()
+    return _cross_entropy(
         guessed.flatten(0, 1),
         projection.lm_head_rows,
         targets.columns.flatten(0, 1),
@@ -183,5 +196,16 @@ def heads_loss(
         weight.reshape(-1),
         chunk,
     )
+
+
+def _cross_entropy(
+    hidden: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    shares: torch.Tensor,
+    weight: torch.Tensor,
+    chunk: int,
+) -> torch.Tensor:
+    loss = _CrossEntropyOverRows.apply(hidden, rows, columns, shares, weight, chunk)
     assert isinstance(loss, torch.Tensor)
     return loss

@@ -80,7 +80,7 @@ def options_for(heads: MedusaHeads, saved: Mapping[str, Any]) -> TrainingOptions
     known = {field.name for field in dataclasses.fields(TrainingOptions)}
     shape = {
         name: getattr(heads, name)
-        for name in ("num_heads", "inner_size", "head_input", "sequential")
+        for name in ("num_heads", "inner_size", "head_input", "sequential", "layers", "own_output")
         if name in known and hasattr(heads, name)
     }
     return TrainingOptions(**{name: value for name, value in saved.items() if name in known} | shape)

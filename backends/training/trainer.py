@@ -28,6 +28,8 @@ class TrainingOptions:
 
     ``soft_share``: how much of a target is the backbone's distribution (its ``soft_ranks`` likeliest tokens) rather
     than the one token that the answer has (the loss is then a KL divergence to both, up to a constant).
+    ``layers``: residual blocks of each head. ``own_output``: every head has an output layer of its own, over the draft
+    vocabulary, which starts as ``lm_head`` and learns at ``output_rate`` times the learning rate.
     ``precision``: dtype of the matmuls, parameters and optimiser being float32 always; "auto": as the backbone was
     loaded. ``accumulation``: in how many parts a batch goes through, each worker's share being cut so.
     """
@@ -36,9 +38,12 @@ class TrainingOptions:
     inner_size: int = 1152
     head_input: HeadInput = "hidden+token"
     sequential: bool = False
+    layers: int = 1
+    own_output: bool = False
     epochs: int = 6
     batch_size: int = 1024
     learning_rate: float = 3e-3
+    output_rate: float = 0.1
     weight_decay: float = 0.05
     dropout: float = 0.15
     warmup_share: float = 0.03
@@ -105,18 +110,14 @@ class HeadsTrainer:
             head_input=options.head_input,
             sequential=options.sequential,
             draft_token_ids=projection.draft_token_ids,
+            layers=options.layers,
+            output_rows=projection.lm_head_rows.float() if options.own_output else None,
         )
         if initial is not None:
-            trained = (initial.num_heads, initial.inner_size, initial.head_input)
-            wanted = (options.num_heads, options.inner_size, options.head_input)
-            if trained != wanted:
-                raise TrainingError(f"the heads to start from are {trained}, the options ask for {wanted}")
-            self.heads.load_state_dict(initial.state_dict())
-            if options.sequential and not initial.sequential:
-                _repeat_first_head(self.heads)
+            _start_from(self.heads, initial)
         self.heads.to(self.workers.device)
         self.optimizer = torch.optim.AdamW(
-            self.heads.parameters(),
+            _parameter_groups(self.heads, options),
             lr=options.learning_rate,
             betas=(0.9, 0.98),
             weight_decay=options.weight_decay,
@@ -149,7 +150,7 @@ class HeadsTrainer:
             if batch == 0:
                 order = self._order(epoch)
             loss = self._train_batch(order[batch * self.options.batch_size :][: self.options.batch_size])
-            rate = self.optimizer.param_groups[0]["lr"]
+            rate = learning_rate_at(self.step, self.total_steps, self.options)
             self.step += 1
             progress(TrainingProgress(self.step, self.total_steps, loss, rate, time.monotonic() - started))
             if self.step % self.steps_per_epoch == 0:
@@ -167,7 +168,7 @@ class HeadsTrainer:
     def _train_batch(self, rows: torch.Tensor) -> float:
         self.heads.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate_at(self.step, self.total_steps, self.options)
+            group["lr"] = group.get("share", 1.0) * learning_rate_at(self.step, self.total_steps, self.options)
         # Known to every worker without asking the others, since all of them know the whole batch.
         known = (self.target_columns[:, rows] >= 0).sum(dim=1).to(self.workers.device)
         self.optimizer.zero_grad(set_to_none=True)
@@ -229,6 +230,36 @@ class HeadsTrainer:
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
         return True
+
+
+def _parameter_groups(heads: MedusaHeads, options: TrainingOptions) -> list[dict[str, Any]]:
+    """Output layers that start as ``lm_head`` have less to learn than blocks that start as nothing."""
+    if heads.output is None:
+        return [{"params": list(heads.parameters())}]
+    output = list(heads.output.parameters())
+    blocks = [parameter for name, parameter in heads.named_parameters() if not name.startswith("output.")]
+    return [{"params": blocks}, {"params": output, "share": options.output_rate}]
+
+
+def _start_from(heads: MedusaHeads, initial: MedusaHeads) -> None:
+    """Take trained parameters over. New layers are left as they are, which changes nothing of what heads say.
+
+    Raises :class:`TrainingError` when the trained heads are of another shape, or have more than the new ones.
+    """
+    names = ("num_heads", "inner_size", "head_input")
+    trained, wanted = (tuple(getattr(each, name) for name in names) for each in (initial, heads))
+    if trained != wanted:
+        raise TrainingError(f"the heads to start from are {trained}, the options ask for {wanted}")
+    for what, had, has in (
+        ("layers", initial.layers, heads.layers),
+        ("own output layers", initial.own_output, heads.own_output),
+        ("a sequential form", initial.sequential, heads.sequential),
+    ):
+        if had > has:
+            raise TrainingError(f"the heads to start from have {what} that the options don't ask for: {had}, not {has}")
+    heads.load_state_dict(initial.state_dict(), strict=False)
+    if heads.sequential and not initial.sequential:
+        _repeat_first_head(heads)
 
 
 @torch.no_grad()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from backends.training.joint import JointOptions
 
 
+OUTPUTS = ("reduced", "shared", "own")
+DRAFT_VOCAB = 8192
+
+
 def add_parser(subparsers: Any) -> None:
     """Register ``heads`` with its subcommands; each sets ``run``, which takes the parsed arguments."""
     heads = subparsers.add_parser("heads", help="train, evaluate or inspect Medusa heads")
@@ -51,13 +55,20 @@ def add_parser(subparsers: Any) -> None:
         default=1,
         help="1: heads on the frozen model; 2: heads from --init and the model together, which changes its answers",
     )
-    train.add_argument("--heads", type=int, default=4)
-    train.add_argument("--inner", type=int, default=1152, help="width of each head's block")
+    train.add_argument("--heads", type=positive_int, default=4)
+    train.add_argument("--layers", type=positive_int, default=1, help="blocks of each head; default: %(default)s")
+    train.add_argument("--inner", type=positive_int, default=1152, help="width of each head's blocks")
     train.add_argument("--input", choices=("hidden", "hidden+token"), default="hidden+token")
     train.add_argument(
         "--sequential", action="store_true", help="each head also sees the token drafted before it, and its state"
     )
-    train.add_argument("--draft-vocab", type=int, default=8192, help="most frequent tokens to draft from; 0: all")
+    train.add_argument(
+        "--output",
+        choices=OUTPUTS,
+        help="the model's lm_head for all heads, cut to the draft vocabulary (reduced, the default) or whole (shared); "
+        "or an output layer for each head, over the draft vocabulary (own)",
+    )
+    train.add_argument("--draft-vocab", type=int, help="most frequent tokens to draft from; default: 8192; 0: all")
     train.add_argument("--epochs", type=positive_int, help="default: 6; in stage 2: 1")
     train.add_argument(
         "--batch", type=positive_int, help="positions a step, default 1024; in stage 2 answers, default 8"
@@ -111,24 +122,51 @@ def add_parser(subparsers: Any) -> None:
     inspect.set_defaults(run=run_inspect)
 
 
+def contradiction(args: argparse.Namespace) -> str | None:
+    """What is wrong with the options of ``heads train`` together."""
+    if args.sequential and args.input == "hidden":
+        return "--sequential needs --input hidden+token: each head sees the token before it"
+    if args.stage == 2 and (args.layers != 1 or args.output is not None):
+        return "--layers and --output belong to stage 1: in stage 2 the heads are those of --init"
+    if args.output == "shared" and args.draft_vocab:
+        return f"--output shared guesses among all tokens; leave --draft-vocab {args.draft_vocab} out"
+    if args.output == "reduced" and args.draft_vocab == 0:
+        return "--output reduced needs a draft vocabulary; for all tokens say --output shared"
+    if args.draft_vocab is not None and args.draft_vocab < 0:
+        return f"--draft-vocab is {args.draft_vocab}; give a number of tokens, or 0 for all"
+    return None
+
+
+def draft_vocab_size(output: str | None, asked: int | None) -> int | None:
+    """Tokens of the draft vocabulary by ``--output`` and ``--draft-vocab``; None: all."""
+    if output == "shared":
+        return None
+    return DRAFT_VOCAB if asked is None else asked or None
+
+
 def run_train(args: argparse.Namespace) -> int:
     from backends.training.adapt import adapt_backbone
     from backends.training.distill import TrainingRun, train_heads
     from backends.training.trainer import TrainingOptions
     from backends.training.workers import joined_workers
 
+    if problem := contradiction(args):
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
     options = TrainingOptions(
         num_heads=args.heads,
         inner_size=args.inner,
         head_input=args.input,
         sequential=args.sequential,
+        layers=args.layers,
+        own_output=args.output == "own",
         epochs=args.epochs or 6,
         batch_size=args.batch or 1024,
         learning_rate=args.lr or 3e-3,
         soft_share=args.soft_share,
         dropout=args.dropout,
         weight_decay=args.weight_decay,
-        draft_vocab_size=args.draft_vocab or None,
+        draft_vocab_size=draft_vocab_size(args.output, args.draft_vocab),
         seed=args.seed,
         precision=args.precision,
         accumulation=args.accumulation,
