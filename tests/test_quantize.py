@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
+from backends.import_noise import keep_pytree, keep_torchao
 from backends.loading import EngineOptions, build_core, load_parts
 from backends.lossless import verify_lossless
 from backends.quantize import QuantizationError
@@ -50,6 +54,26 @@ def test_linear_layers_are_quantised_and_the_rest_is_not() -> None:
 def test_what_can_not_be_done_is_refused_by_name(options: EngineOptions, message: str) -> None:
     with pytest.raises(QuantizationError, match=message):
         load_parts(options)
+
+
+def test_imports_say_nothing_without_a_reason() -> None:
+    """With torchao installed, as here; what else these loggers have to say goes through."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import backends.loading, transformers.quantizers, torchao.quantization"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+
+    def record(message: str) -> logging.LogRecord:
+        return logging.LogRecord("torchao", logging.WARNING, "", 0, message, None, None)
+
+    missing = "Failed to load /x/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: no such library"
+    assert keep_torchao(record(missing)) == (torch.version.cuda is not None)
+    assert keep_torchao(record("Failed to load /x/torchao/_C.so: undefined symbol"))
+    assert keep_torchao(record("Skipping import of cpp extensions"))
+    assert keep_pytree(record("something is deprecated"))
 
 
 @pytest.mark.parametrize(("method", "name"), [("gptq", "GPTQ"), ("awq", "AWQ"), ("bitsandbytes", "bitsandbytes")])
