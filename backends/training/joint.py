@@ -120,17 +120,22 @@ class JointTrainer:
     ) -> None:
         """Train to the end (or to ``until_step``), with a checkpoint every so many steps and at the end."""
         stop = self.total_steps if until_step is None else min(until_step, self.total_steps)
+        size = self.options.answers_per_batch
+        order = self._order_of(self.step // self.steps_per_epoch)
         while self.step < stop:
             epoch, batch = divmod(self.step, self.steps_per_epoch)
-            generator = torch.Generator().manual_seed(self.options.seed * 100_003 + epoch)
-            order = self.order[torch.randperm(len(self.order), generator=generator)]
-            size = self.options.answers_per_batch
+            if batch == 0:
+                order = self._order_of(epoch)
             alignment, loss = self._train_batch(order[batch * size : (batch + 1) * size])
             self.step += 1
             progress(JointProgress(self.step, self.total_steps, alignment, loss))
             if self.step % checkpoint_every == 0:
                 self.save_checkpoint()
         self.save_checkpoint()
+
+    def _order_of(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.options.seed * 100_003 + epoch)
+        return self.order[torch.randperm(len(self.order), generator=generator)]
 
     def _train_batch(self, answers: torch.Tensor) -> tuple[float, float]:
         schedule = TrainingOptions(learning_rate=1.0, warmup_share=self.options.warmup_share)
