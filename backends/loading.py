@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ def build_core(
     if cost is None:
         facts = facts_of(runner, model.config, heads, options.quantize)
         keeping = CostKeeping(facts, cost_stores, time.time, measure_anew=options.measure_anew)
-        record = keeping.open(CostProbe(runner, bound))
+        with torch_resting(runner):
+            record = keeping.open(CostProbe(runner, bound))
         cost, factors = record.cost, record.factors
     info = ModelInfo(
         name=parts.name,
@@ -212,6 +214,19 @@ def build_core(
     core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)
     core.calibration = Calibration(start=factors)
     return LoadedCore(core, tokenizer, info, keeping)
+
+
+@contextlib.contextmanager
+def torch_resting(runner: ModelRunner) -> Iterator[None]:
+    """The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in their
+    way."""
+    threads = torch.get_num_threads()
+    if runner.kind == "native":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> NativeRunner | HfRunner:

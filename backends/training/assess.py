@@ -30,6 +30,7 @@ from backends.cost_probe import CostProbe
 from backends.engine_core import EngineCore
 from backends.gate import DraftGate
 from backends.heads import MedusaHeads
+from backends.loading import torch_resting
 from backends.training.backbone import Backbone
 from backends.training.dataset import Answer, AnswersError, HiddenStates
 from backends.training.distill import collect_states
@@ -190,7 +191,7 @@ def assess(
         raise AnswersError(f"no prompt leaves room for {options.max_new_tokens} new tokens; lower --max-new-tokens")
     longest = max(len(prompt.prompt_ids) for prompt in chosen) + options.max_new_tokens
     decoded: list[dict[tuple[float, Acceptance], _Decoded]] = []
-    with backbone.engine(kv_tokens=longest + 64, cost=options.cost) as vanilla:
+    with backbone.engine(kv_tokens=longest + 64, cost=options.cost) as vanilla, torch_resting(vanilla.runner):
         runner = vanilla.runner
         cores = [_core_with(vanilla, each, options.cost) for each in loaded]
         for folder, core in zip(folders, cores, strict=True):
@@ -201,7 +202,17 @@ def assess(
                     log(f"{folder}: decoding {len(chosen)} prompts, temperature {temperature:g}, {acceptance}")
                     runs[temperature, acceptance] = _decode(priced, chosen, temperature, acceptance, options)
             decoded.append(runs)
-        measured = _race(cores, chosen, options, log) if options.rounds else [[] for _ in cores]
+        measured: list[list[MeasuredCell]] = [[] for _ in cores]
+        if options.rounds:
+            measured = race(
+                cores,
+                chosen,
+                options.temperatures,
+                rounds=options.rounds,
+                max_new_tokens=options.max_new_tokens,
+                seed=options.seed,
+                log=log,
+            )
     answers = answers or _as_answers(decoded[0])
     states = collect_states(backbone, answers, work_dir / "hidden", log=log)
     results = []
@@ -327,26 +338,6 @@ def _at_its_word(core: EngineCore) -> EngineCore:
     priced = EngineCore(core.runner, core.heads, core.tokenizer, core.config, core.cost, time.monotonic)
     priced.calibration = Calibration(enabled=False)
     return priced
-
-
-def _race(
-    cores: Sequence[EngineCore], prompts: Sequence[Answer], options: AssessOptions, log: Callable[[str], object]
-) -> list[list[MeasuredCell]]:
-    threads = torch.get_num_threads()
-    if cores[0].runner.kind == "native":
-        torch.set_num_threads(1)  # as when it serves
-    try:
-        return race(
-            cores,
-            prompts,
-            options.temperatures,
-            rounds=options.rounds,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed,
-            log=log,
-        )
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _decode(
