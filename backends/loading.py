@@ -29,6 +29,7 @@ from backends.hf_runner import HfRunner
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
 from backends.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
+from backends.runner import ModelRunner
 from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
 from backends.tiny_architectures import tiny_architecture
 from backends.tokenizer import HfTokenizer

@@ -42,6 +42,7 @@ backends:
     classes: [code, chat]
     priority: 1
     threads: 2
+    quantize: int8
   - name: cloud
     kind: openai
     serves: cloud
@@ -62,7 +63,7 @@ def test_a_full_file(tmp_path: Path) -> None:
     assert isinstance(first, EngineSpec)
     assert (first.model, first.heads) == (str(tmp_path / "llama"), "heads/llama")
     assert (first.serves, first.device, first.max_running) == ("llama", "cuda:0", 64)
-    assert second == EngineSpec("gpu1", "llama", Placement(1, frozenset({"code", "chat"})), threads=2)
+    assert second == EngineSpec("gpu1", "llama", Placement(1, frozenset({"code", "chat"})), threads=2, quantize="int8")
     assert isinstance(cloud, UpstreamSpec)
     assert (cloud.url, cloud.api_key_file) == ("https://example.com/v1", str(tmp_path / "key"))
     assert (cloud.max_running, cloud.max_in_flight) == (8, 32)
@@ -101,6 +102,12 @@ UPSTREAM = "{name: b, kind: openai, serves: m, url: 'http://h/v1'%s}"
         ("version: 1\nbackends:\n  - {name: a, kind: openai}", 3, "backends[0].serves", "is missing"),
         ("version: 1\nbackends:\n  - {name: a, kind: engine, url: x}", 3, "backends[0].url", "unknown field"),
         ("version: 1\nbackends:\n  - {name: a, kind: engine, device: tpu}", 3, "backends[0].device", "cuda:N"),
+        (
+            "version: 1\nbackends:\n  - {name: a, kind: engine, quantize: int2}",
+            3,
+            "backends[0].quantize",
+            "mean 'int8'?",
+        ),
         ("version: 1\nbackends:\n  - " + UPSTREAM % ", dialect: tgi", 3, "backends[0].dialect", "'tgi' is not known"),
         ("version: 1\nbackends:\n  - " + UPSTREAM.replace("http", "ftp") % "", 3, "backends[0].url", "expected a URL"),
         (
@@ -189,7 +196,7 @@ def write(tmp_path: Path, text: str) -> str:
 TWO = """\
 version: 1
 backends:
-  - {name: a, kind: engine, model: tiny, serves: m, max_running: 3}
+  - {name: a, kind: engine, model: tiny, serves: m, max_running: 3, quantize: int8}
   - {name: b, kind: openai, serves: m, url: "http://127.0.0.1:9/v1", classes: code}
 """
 
@@ -199,6 +206,7 @@ def test_serve_opens_what_the_file_says(loading: FakeLoading, served: Served, tm
     assert cli.main(["serve", "--port", "0", "--backends", write(tmp_path, TWO), "--max-queue", "5"]) == 0
     assert loading.options is not None
     assert (loading.options.model, loading.options.served_name, loading.options.max_running) == ("tiny", "m", 3)
+    assert loading.options.quantize == "int8"
     backends = served.state.backends
     assert [each.name for each in backends.of_model("m")] == ["a", "b"]
     assert served.state.admission.capacity == (8 + 5) + 128

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("what", nargs="?", choices=("decoding", "sweep", "telemetry"), default="decoding", help="default: %(default)s")
-    add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner")
+    add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner", "--quantize")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
     add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24")
     add(
@@ -124,9 +124,8 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
 def _engine(args: argparse.Namespace) -> Any:
     from backends.loading import EngineOptions
 
-    return EngineOptions(
-        model=args.model, heads=args.heads, device=args.device, dtype=args.dtype, runner=args.runner, max_model_len=1024
-    )
+    names = ("model", "heads", "device", "dtype", "runner", "quantize")
+    return EngineOptions(**{name: getattr(args, name) for name in names}, max_model_len=1024)
 
 
 def _progress(line: str) -> None:

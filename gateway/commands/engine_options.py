@@ -10,6 +10,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--heads": {"metavar": "DIR_OR_ID", "help": "Medusa heads; default: those that belong to the model"},
     "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "default: %(default)s"},
     "--dtype": {"choices": ("auto", "bfloat16", "float32"), "default": "auto", "help": "default: %(default)s"},
+    "--quantize": {
+        "choices": ("int8", "int4"),
+        "help": "weights of the linear layers, through torchao (int4: with --dtype bfloat16); default: as they are",
+    },
     "--runner": {"choices": ("auto", "native", "transformers"), "default": "auto", "help": "default: %(default)s"},
 }
 

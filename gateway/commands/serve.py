@@ -45,16 +45,11 @@ def add_parser(subparsers: Any) -> None:
     )
     own = GatewaySettings()
     add = parser.add_argument_group("model").add_argument
-    add_engine_options(add, "--model", "--heads", "--device", "--dtype")
+    add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--quantize")
     add(
         "--backends",
         metavar="FILE",
         help="several models, engines and upstreams, instead of the options above (docs/backends.md)",
-    )
-    add(
-        "--quantize",
-        choices=("int8", "int4"),
-        help="weights of the linear layers, through torchao; default: as they are",
     )
     anew = "measure what steps cost at the start even if that is known from an earlier one (MEDUSA_REMEASURE=1)"
     add("--remeasure", action="store_true", help=anew)
@@ -204,7 +199,7 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
             args,
             served_name=engine.serves,
             threads=engine.threads,
-            **{name: getattr(engine, name) for name in _ONE_ENGINE if name not in ("served_model_name", "quantize")},
+            **{name: getattr(engine, name) for name in _ONE_ENGINE if name != "served_model_name"},
         )
 
     try:

@@ -25,11 +25,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAME",
         help="with --tiny: the random model's architecture (gemma2, phi, gpt-neox, ...), or 'all', one after another",
     )
-    add("--quantize", choices=("int8", "int4"), help="compare on quantised weights (int4: with --dtype bfloat16)")
     add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
     add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
     add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
-    add_engine_options(add, "--device", "--runner")
+    add_engine_options(add, "--device", "--runner", "--quantize")
     add("--seed", type=int, default=0, help="default: %(default)s")
     add("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)

@@ -83,6 +83,7 @@ _ENGINE = Block(
         "max_running": _COUNT,
         "kv_tokens": _COUNT,
         "threads": Number(1, 1024, whole=True),
+        "quantize": Choice(("int8", "int4")),
     },
     "an engine",
     required=("name", "kind"),
@@ -224,7 +225,7 @@ def _placement(given: dict[str, Any]) -> Placement:
 
 def _engine(given: dict[str, Any], folder: Path) -> EngineSpec:
     model = _local(given.get("model"), folder)
-    plain = ("name", "device", "dtype", "max_model_len", "max_running", "kv_tokens", "threads")
+    plain = ("name", "device", "dtype", "max_model_len", "max_running", "kv_tokens", "threads", "quantize")
     return EngineSpec(
         serves=given.get("serves") or (Path(model).name if model else given["name"]),
         placement=_placement(given),

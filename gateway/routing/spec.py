@@ -44,6 +44,7 @@ class EngineSpec:
     max_running: int | None = None
     kv_tokens: int | None = None
     threads: int | None = None
+    quantize: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
