@@ -66,10 +66,9 @@ def _heads_shape(loaded: LoadedHeads) -> str:
         return f"{loaded.flavour}: {blocks} blocks, {[tuple(each.shape) for each in heads.projections]}"
     drafts = "all" if heads.draft_token_ids is None else len(heads.draft_token_ids)
     kind = "sequential" if heads.sequential else heads.head_input
-    shape = f"{kind}: {heads.num_heads} x {heads.inner_size}, {drafts} tokens"
-    return (
-        shape + (f", {heads.layers} layers" if heads.layers > 1 else "") + (", own output" if heads.own_output else "")
-    )
+    layers = f" x {heads.layers} layers" if heads.layers > 1 else ""
+    own = " by output layers of their own" if heads.own_output else ""
+    return f"{kind}: {heads.num_heads} x {heads.inner_size}{layers}, {drafts} tokens{own}"
 
 
 def _digest(value: object) -> str:
