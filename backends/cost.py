@@ -36,12 +36,20 @@ class StepCost:
 
 
 def measure_runs(
-    sizes: Sequence[int], run: Callable[[int], object], clock: Callable[[], float], repeats: int = 5
+    sizes: Sequence[int],
+    run: Callable[[int], object],
+    clock: Callable[[], float],
+    repeats: int = 5,
+    before: Callable[[], object] = lambda: None,
 ) -> dict[int, list[float]]:
-    """Milliseconds of every ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only."""
+    """Milliseconds of every ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only.
+
+    ``before`` each of them, not timed: what leaves the caches as they are in service.
+    """
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats):
         for size in sizes:
+            before()
             start = clock()
             run(size)
             times[size].append((clock() - start) * 1e3)
@@ -51,6 +59,18 @@ def measure_runs(
 def medians(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
     """By size; of two in the middle the slower."""
     return [(size, sorted(found)[len(found) // 2]) for size, found in times.items()]
+
+
+def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Half of every point but the ends, and half of the line between its neighbours; ascending in size.
+
+    Times rise smoothly with the rows, what was measured does not, and the best number of nodes hangs on differences.
+    """
+    result = list(points)
+    for index in range(1, len(points) - 1):
+        size, ms = points[index]
+        result[index] = (size, (ms + _interpolate((points[index - 1], points[index + 1]), size)) / 2)
+    return result
 
 
 def _non_decreasing(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.cost import StepCost, measure_runs, medians
+from backends.cost import StepCost, measure_runs, medians, smoothed
 
 COST = StepCost(rows=((1, 10.0), (4, 10.0), (8, 14.0), (16, 30.0)), heads=((1, 2.0), (3, 3.0)))
 
@@ -53,3 +53,21 @@ def test_measuring_takes_turns_and_gives_the_median_in_milliseconds() -> None:
     times = measure_runs([2, 4], run, lambda: now[0], repeats=3)
     assert medians(times) == [(2, pytest.approx(5.0)), (4, pytest.approx(4.0))]
     assert calls == [2, 4, 2, 4, 2, 4]
+
+
+def test_what_comes_before_a_run_is_not_timed() -> None:
+    now = [0.0]
+
+    def pass_time(seconds: float) -> None:
+        now[0] += seconds
+
+    times = measure_runs([2], lambda size: pass_time(0.25), lambda: now[0], repeats=2, before=lambda: pass_time(9.0))
+    assert times == {2: [250.0, 250.0]}
+
+
+def test_smoothing_leaves_straight_lines_and_halves_a_spike() -> None:
+    line = [(1, 10.0), (2, 11.0), (4, 13.0), (8, 17.0)]
+    assert smoothed(line) == line
+    spiked = smoothed([(1, 10.0), (2, 15.0), (4, 13.0), (8, 17.0)])
+    assert spiked[1] == (2, 13.0) and (spiked[0], spiked[3]) == ((1, 10.0), (8, 17.0))
+    assert smoothed([(1, 1.0)]) == [(1, 1.0)] and smoothed([]) == []

@@ -1,8 +1,9 @@
-"""Memory for weights on huge pages, where the system gives them."""
+"""Memory for weights, keys and values on huge pages, where the system gives them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 
 import torch
@@ -31,6 +32,12 @@ class WeightArena:
         kept = torch.frombuffer(self._mapping, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         return kept.view(tensor.shape).copy_(tensor)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """As :func:`torch.zeros`, in a mapping of its own."""
+    count = math.prod(shape)
+    return torch.frombuffer(_map(max(count * dtype.itemsize, 1)), dtype=dtype, count=count).view(shape)
 
 
 def _map(size: int) -> mmap.mmap:

@@ -58,7 +58,7 @@ typedef struct {
     int32_t *from, *token, *list;     // of each row: row of the state above, token chosen, list (of all n * lists)
 } mg_follow;
 
-enum { MAX_WIDTH = 8 };
+enum { MAX_WIDTH = 8, PAGES_AHEAD = 6 };
 
 typedef struct {
     void *x_norm, *q, *attention, *act;

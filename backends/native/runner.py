@@ -19,7 +19,7 @@ from backends.cores import usable_cores
 from backends.follow import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads import MedusaHeads
 from backends.native import library as lib
-from backends.native.arena import WeightArena
+from backends.native.arena import WeightArena, zeros
 from backends.runner import Proposals, RowSampling
 from backends.tree import MAX_RANKS, CandidateTree
 
@@ -105,8 +105,7 @@ class NativeRunner:
         self._lm_head = self.arena.keep(pack(model.lm_head.weight.detach()))
         self._vocab_padded = self._lm_head.shape[0] * LANES
         self._logits = torch.empty(0, self._vocab_padded)
-        self._k_pool = torch.zeros(pool, dtype=self.dtype)
-        self._v_pool = torch.zeros(pool, dtype=self.dtype)
+        self._k_pool, self._v_pool = (zeros(pool, self.dtype) for _ in range(2))
         self._layers = layers
         self._model = lib.Model(
             layers=pool[0],

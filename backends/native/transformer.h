@@ -177,7 +177,13 @@ INLINE void NAME(norm_and_rotate)(float *x, const float *norm, const float *cos,
         for (int i = 0; i < size; i += LANES) vf_store(x + i, vf_load(x + i) * scale * vf_load(norm + i));
     }
     const int half = size / 2;
-    for (int i = 0; i < half; i++) {
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) {
+        const vf a = vf_load(x + i), b = vf_load(x + i + half), c = vf_load(cos + i), s = vf_load(sin + i);
+        vf_store(x + i, vf_fma(a, c, -(b * s)));
+        vf_store(x + i + half, vf_fma(b, c, a * s));
+    }
+    for (; i < half; i++) {
         const float a = x[i], b = x[i + half];
         x[i] = __builtin_fmaf(a, cos[i], -(b * sin[i]));
         x[i + half] = __builtin_fmaf(b, cos[i], a * sin[i]);
@@ -188,6 +194,26 @@ INLINE void NAME(norm_and_rotate)(float *x, const float *norm, const float *cos,
 INLINE T *NAME(key_at)(T *page, int position, int d) { return page + (d / STEP) * LANES * STEP + position * STEP + d % STEP; }
 INLINE T *NAME(value_at)(T *page, int position, int d) {
     return page + (d / LANES) * LANES * LANES + (position / STEP) * LANES * STEP + (d % LANES) * STEP + position % STEP;
+}
+
+// The first n positions (n < 16) of a page of one KV head; the rest become zeros.
+INLINE void NAME(copy_first)(T *k_to, T *v_to, const T *k_from, const T *v_from, int n, int head_dim) {
+    const vi place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vi wanted = place < (vi){n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n};
+    for (int i = 0; i < head_dim * LANES; i += LANES * STEP) {
+        vi line;
+        memcpy(&line, k_from + i, 64);
+        line &= wanted;
+        memcpy(k_to + i, &line, 64);
+        const int left = n - i / LANES % LANES;  // lanes of a line of values are dimensions, its elements positions
+        memcpy(&line, v_from + i, 64);
+        line &= left >= STEP ? ~(vi){0} : left <= 0 ? (vi){0} : (vi){0} + 0xffff;
+        memcpy(v_to + i, &line, 64);
+    }
+}
+
+INLINE void NAME(prefetch)(const T *from, long elements) {
+    for (long i = 0; i < elements; i += 64 / (long)sizeof(T)) __builtin_prefetch(from + i, 0, 2);
 }
 
 INLINE void NAME(copy_position)(T *k_to, T *v_to, int to, T *k_from, T *v_from, int from, int head_dim) {
@@ -223,16 +249,36 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
     scratch += sizeof(float) * (size_t)rows_m * width;
     T *k_tail = (T *)scratch, *v_tail = k_tail + (size_t)count * 2 * head_size;
 
+    for (int r = 0; r < count; r++)
+        if (batch->tail_offsets[first + r] < batch->tail_offsets[first + r + 1]) {
+            const long last = batch->tail_slots[batch->tail_offsets[first + r]] / LANES * page_size + kv_head * head_size;
+            NAME(prefetch)(k_pool + last, head_size);
+            NAME(prefetch)(v_pool + last, head_size);
+        }
     const size_t q_bytes = sizeof(T) * (size_t)group * head_dim;
     for (int r = 0; r < count; r++)
         memcpy(q + (long)r * group * head_dim,
                b->q + (long)(first + r) * model->heads * head_dim + (long)kv_head * group * head_dim, q_bytes);
 
-    for (int p = 0; p < full; p++) {
+    // Pages lie anywhere, so no hardware looks ahead for the next one.
+    for (int p = 0; p < full && p < PAGES_AHEAD; p++)
+        NAME(prefetch)(k_pool + pages[p] * page_size + kv_head * head_size, head_size);
+    for (int p = 0; p < full;) {
+        // Neighbours in the pool are multiplied together: more chains at once.
+        int n = 1;
+        while (n < 4 && p + n < full && pages[p + n] == pages[p] + n) n++;
+        if (n == 3) n = 2;
+        for (int ahead = p; ahead < p + n; ahead++) {
+            if (ahead + PAGES_AHEAD < full)
+                NAME(prefetch)(k_pool + pages[ahead + PAGES_AHEAD] * page_size + kv_head * head_size, head_size);
+            NAME(prefetch)(v_pool + pages[ahead] * page_size + kv_head * head_size, head_size);
+        }
         const T *page = k_pool + pages[p] * page_size + kv_head * head_size;
-        for (int m = 0; m < rows_m; m += 12)
-            NAME(multiply)(rows_m - m < 12 ? rows_m - m : 12, 1, &page, 1, 0, head_dim / STEP, q + m * head_dim, head_dim,
-                           scores + (long)m * width + p * LANES, width, 0);
+        const int step = NAME(max_rows)(n);
+        for (int m = 0; m < rows_m; m += step)
+            NAME(multiply)(rows_m - m < step ? rows_m - m : step, n, &page, 1, page_size, head_dim / STEP, q + m * head_dim,
+                           head_dim, scores + (long)m * width + p * LANES, width, 0);
+        p += n;
     }
     int tail_pages[16];
     for (int r = 0; r < count; r++) {
@@ -240,9 +286,18 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
         const int n = batch->tail_offsets[first + r + 1] - batch->tail_offsets[first + r];
         T *k_page = k_tail + (long)r * 2 * head_size, *v_page = v_tail + (long)r * 2 * head_size;
         tail_pages[r] = (n + LANES - 1) / LANES;
-        memset(k_page, 0, sizeof(T) * tail_pages[r] * head_size);
-        memset(v_page, 0, sizeof(T) * tail_pages[r] * head_size);
-        for (int i = 0; i < n; i++) {
+        // What the rows of a sequence share lies in its last page as it should; the row's own path is put behind it.
+        int shared = 0;
+        while (shared < n && shared < LANES && slots[shared] == slots[0] + shared && slots[shared] % LANES == shared) shared++;
+        if (tail_pages[r]) {
+            const long from = (slots[0] / LANES) * page_size + kv_head * head_size;
+            NAME(copy_first)(k_page, v_page, k_pool + from, v_pool + from, shared, head_dim);
+        }
+        if (tail_pages[r] > 1) {
+            memset(k_page + head_size, 0, sizeof(T) * head_size);
+            memset(v_page + head_size, 0, sizeof(T) * head_size);
+        }
+        for (int i = shared; i < n; i++) {
             const long from = (slots[i] / LANES) * page_size + kv_head * head_size;
             NAME(copy_position)(k_page + (i / LANES) * head_size, v_page + (i / LANES) * head_size, i % LANES,
                                 k_pool + from, v_pool + from, slots[i] % LANES, head_dim);
@@ -323,16 +378,19 @@ static void NAME(place_row)(const mg_model *model, const mg_batch *batch, const 
     for (int h = 0; h < model->heads; h++)
         NAME(norm_and_rotate)(x + h * head_dim, layer->q_norm, cos, sin, head_dim, model->eps);
     for (int i = 0; i < q_size; i += LANES) NAME(store16)(b->q + (long)row * q_size + i, vf_load(x + i));
-    const int slot = batch->slots[row];
+    const int slot = batch->slots[row], place = slot % LANES;
     const long page = layer_offset + (slot / LANES) * (long)kv_size * LANES;
     for (int h = 0; h < model->kv_heads; h++) {
         float *k = x + q_size + h * head_dim, *v = k + kv_size;
         T *k_page = (T *)model->k_pool + page + (long)h * head_dim * LANES;
         T *v_page = (T *)model->v_pool + page + (long)h * head_dim * LANES;
         NAME(norm_and_rotate)(k, layer->k_norm, cos, sin, head_dim, model->eps);
-        for (int d = 0; d < head_dim; d++) {
-            *NAME(key_at)(k_page, slot % LANES, d) = NAME(from_float)(k[d]);
-            *NAME(value_at)(v_page, slot % LANES, d) = NAME(from_float)(v[d]);
+        for (int d = 0; d < head_dim; d += LANES) {
+            T rounded[LANES];
+            NAME(store16)(rounded, vf_load(k + d));
+            for (int i = 0; i < LANES; i += STEP) memcpy(NAME(key_at)(k_page, place, d + i), rounded + i, sizeof(T) * STEP);
+            NAME(store16)(rounded, vf_load(v + d));
+            for (int i = 0; i < LANES; i++) *NAME(value_at)(v_page, place, d + i) = rounded[i];
         }
     }
 }
