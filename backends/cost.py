@@ -34,6 +34,16 @@ class StepCost:
         """A step of ``rows`` rows after which the heads run for ``drafting`` sequences."""
         return self.forward_ms(rows) + self.heads_ms(drafting)
 
+    def decode_ms(self, sequences: int, nodes: int, prompt_rows: int) -> float:
+        """The forward that decoding has to answer for: a vanilla step, and what ``nodes`` add to the rows there are.
+
+        The prompts beside it are read in any case. Were their time counted, every node would look cheap next to it.
+        """
+        if not sequences:
+            return 0.0
+        rows = sequences + prompt_rows
+        return self.forward_ms(sequences) + self.forward_ms(rows + nodes) - self.forward_ms(rows)
+
 
 def measure_runs(
     sizes: Sequence[int],

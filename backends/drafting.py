@@ -86,14 +86,23 @@ def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
 
 
 def plan_drafts(
-    requests: dict[int, DraftRequest], *, sequences: int, other_rows: int, room: int, cost: StepCost
+    requests: dict[int, DraftRequest],
+    *,
+    sequences: int,
+    other_rows: int,
+    room: int,
+    cost: StepCost,
+    soon: int = 0,
 ) -> dict[int, Draft]:
     """Nodes for every sequence in ``requests`` (keys are the caller's).
 
     ``sequences`` decode in this step, ``other_rows`` are prompt rows beside them, ``room`` is how many node rows the
-    step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput.
+    step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput. ``soon``
+    more will decode when their prompts are read: what a token is worth is the time it will save among all of them.
     """
     drafts: dict[int, Draft] = {}
+    if not requests:
+        return drafts
     planned: dict[int, DraftRequest] = {}
     for key, request in requests.items():
         if request.tree is None:
@@ -101,10 +110,11 @@ def plan_drafts(
         else:
             drafts[key] = draft_from_tree(request, min(room, request.max_nodes))
             room -= len(drafts[key].tokens)
-    base_rows = sequences + other_rows + sum(len(draft.tokens) for draft in drafts.values())
-    base_tokens = sequences + sum(draft.expected for draft in drafts.values())
+    nodes = sum(len(draft.tokens) for draft in drafts.values())
+    base_tokens = sequences + soon + sum(draft.expected for draft in drafts.values())
     searches = {key: _Search(request) for key, request in planned.items()}
-    order = _best_first(searches, base_rows, base_tokens, room, cost)
+    rest_ms = cost.decode_ms(sequences + soon, nodes, other_rows) - cost.forward_ms(sequences + other_rows + nodes)
+    order = _best_first(searches, sequences + other_rows + nodes, base_tokens, room, cost, rest_ms)
     for key in planned:
         drafts[key] = Draft()
     for key, node in order:
@@ -243,8 +253,9 @@ _GIVE_UP = 0.93
 
 
 def _best_first(
-    searches: dict[int, _Search], base_rows: int, base_tokens: float, room: int, cost: StepCost
+    searches: dict[int, _Search], base_rows: int, base_tokens: float, room: int, cost: StepCost, rest_ms: float
 ) -> list[tuple[int, _Node]]:
+    """``rest_ms``: added to the cost of the rows, so that prompts beside them don't count (see ``plan_drafts``)."""
     heap: list[tuple[float, int, int, int, _Node]] = []
     for key, search in searches.items():
         node = search.first()
@@ -253,14 +264,14 @@ def _best_first(
     heapify(heap)
     order: list[tuple[int, _Node]] = []
     tokens, serial = base_tokens, 0
-    best_ratio, best_count = tokens / cost.forward_ms(base_rows), 0
+    best_ratio, best_count = tokens / (cost.forward_ms(base_rows) + rest_ms), 0
     while heap and len(order) < room:
         _, _, key, _, node = heappop(heap)
         if searches[key].full:
             continue
         order.append((key, node))
         tokens += node.survival
-        ratio = tokens / cost.forward_ms(base_rows + len(order))
+        ratio = tokens / (cost.forward_ms(base_rows + len(order)) + rest_ms)
         if ratio > best_ratio:
             best_ratio, best_count = ratio, len(order)
         elif ratio < best_ratio * _GIVE_UP:

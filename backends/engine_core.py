@@ -64,8 +64,8 @@ class _Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What is to be run, and what it costs by the table: ``spent_ms`` as planned, ``vanilla_ms`` without candidates,
-    ``heads_ms`` with the heads and their candidates only."""
+    """What is to be run, and what decoding costs in it by the table (:meth:`StepCost.decode_ms`): ``spent_ms`` as
+    planned, ``vanilla_ms`` without candidates, ``heads_ms`` with the heads and their candidates only."""
 
     scheduled: list[_Scheduled]
     batch: BatchBuilder
@@ -243,6 +243,7 @@ class EngineCore:
             other_rows=prompt_rows,
             room=self.config.max_rows - len(decoding) - prompt_rows,
             cost=self.cost,
+            soon=len(self._running) - len(decoding),
         )
         batch = BatchBuilder(self._scratch_base)
         scheduled = []
@@ -264,13 +265,14 @@ class EngineCore:
             return _Step(scheduled, batch, chunks)
         asked = sum(sequence.proposals is not None for sequence in decoding)
         looked_up = sum(len(item.draft.from_lookup) for item in scheduled)
+        nodes = batch.rows - len(decoding) - prompt_rows
         return _Step(
             scheduled,
             batch,
             chunks,
-            spent_ms=self.cost.step_ms(batch.rows, asked),
-            vanilla_ms=self.cost.forward_ms(len(decoding) + prompt_rows),
-            heads_ms=self.cost.step_ms(batch.rows - looked_up, asked),
+            spent_ms=self.cost.decode_ms(len(decoding), nodes, prompt_rows) + self.cost.heads_ms(asked),
+            vanilla_ms=self.cost.decode_ms(len(decoding), 0, prompt_rows),
+            heads_ms=self.cost.decode_ms(len(decoding), nodes - looked_up, prompt_rows) + self.cost.heads_ms(asked),
         )
 
     def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
@@ -326,7 +328,8 @@ class EngineCore:
     def _judge(self, step: _Step, decoded: list[_Scheduled], factor: float) -> None:
         """What this step says about drafting in the next: for each sequence, and for batches of this size."""
         heads_ms = step.heads_ms * factor
-        if any(item.proposals is not None for item in decoded):
+        # Beside prompts a node costs what it costs in a larger batch.
+        if any(item.proposals is not None for item in decoded) and not step.chunks:
             accepted = sum(item.of_heads for item in decoded)
             self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=heads_ms)
         for item in decoded:
@@ -351,15 +354,18 @@ class EngineCore:
         measured_ms = (ended - began) * 1e3
         with_drafts = step.spent_ms > step.vanilla_ms
         spent_ms = step.spent_ms * factor if with_drafts else step.spent_ms
-        candidates = step.batch.rows > len(step.scheduled)
+        nodes = sum(len(item.draft.tokens) for item in step.scheduled)
+        table_ms = self.cost.step_ms(step.batch.rows, asked)
         # The clock has seen the heads of this step, whose guesses are for the next.
-        if decoded and not step.chunks and len(decoded) == len(step.scheduled) and (candidates or not asked):
+        if decoded and not step.chunks and len(decoded) == len(step.scheduled) and (nodes or not asked):
             self.calibration.observe(
                 len(decoded),
-                drafting=candidates,
-                predicted_ms=self.cost.step_ms(step.batch.rows, asked),
+                drafting=nodes > 0,
+                predicted_ms=table_ms,
                 measured_ms=measured_ms,
             )
+        # Beside prompts, the rest of the time went into them.
+        decoding_ms = measured_ms * min(step.spent_ms / table_ms, 1.0) if step.chunks else measured_ms
         extra_ms = spent_ms - step.vanilla_ms
         weights = [len(item.draft.tokens) or (item.proposals is not None) for item in decoded]
         drafting = sum(weights)
@@ -382,13 +388,14 @@ class EngineCore:
                 control=sequence.request.plan.method == "vanilla",
                 vanilla_ms=step.vanilla_ms / len(decoded),
                 spent_ms=step.vanilla_ms / len(decoded) + own_ms,
-                measured_ms=measured_ms / len(decoded),
+                measured_ms=decoding_ms / len(decoded),
             )
         for item in step.scheduled:
             item.sequence.counts.steps += 1
             item.sequence.stamp(ended)
-        kind = "prefill" if step.chunks else "verification" if candidates else "vanilla"
-        self.samples.append(StepSample(kind, step.batch.rows, ended - began, step.vanilla_ms / 1e3))
+        kind = "prefill" if step.chunks else "verification" if nodes else "vanilla"
+        without_ms = self.cost.forward_ms(step.batch.rows - nodes)
+        self.samples.append(StepSample(kind, step.batch.rows, ended - began, without_ms / 1e3))
 
     def _commit(self, scheduled: list[_Scheduled], results: list[AcceptResult]) -> None:
         """Move the accepted candidates' keys and values from scratch into their sequences' pages."""
@@ -419,7 +426,9 @@ class EngineCore:
             for sequence, row in going_on
             if sequence.speculation.wants_proposals and sequence.remaining > 1
         ]
-        if wanting and not self.gate.allows(len(going_on)):
+        # Prompts being read are sequences of the steps to come.
+        reading = sum(sequence.status is SequenceStatus.PREFILL for sequence in self._running.values())
+        if wanting and not self.gate.allows(len(going_on) + reading):
             wanting = [
                 (sequence, row)
                 for sequence, row in wanting

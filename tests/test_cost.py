@@ -71,3 +71,11 @@ def test_smoothing_leaves_straight_lines_and_halves_a_spike() -> None:
     spiked = smoothed([(1, 10.0), (2, 15.0), (4, 13.0), (8, 17.0)])
     assert spiked[1] == (2, 13.0) and (spiked[0], spiked[3]) == ((1, 10.0), (8, 17.0))
     assert smoothed([(1, 1.0)]) == [(1, 1.0)] and smoothed([]) == []
+
+
+def test_decoding_does_not_answer_for_prompts() -> None:
+    cost = StepCost(rows=((1, 10.0), (4, 10.0), (104, 110.0)))
+    assert cost.decode_ms(2, 0, 0) == cost.decode_ms(2, 0, 64) == 10.0
+    assert cost.decode_ms(2, 3, 64) == pytest.approx(13.0)
+    assert cost.decode_ms(2, 3, 0) == cost.forward_ms(5)
+    assert cost.decode_ms(0, 0, 64) == 0.0

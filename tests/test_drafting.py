@@ -97,9 +97,10 @@ def test_a_given_tree_is_used_as_it_is(rng: random.Random, room: int) -> None:
 
 
 def best_goodput(
-    requests: dict[int, DraftRequest], base_rows: int, base_tokens: int, room: int, cost: StepCost
+    requests: dict[int, DraftRequest], sequences: int, others: int, soon: int, room: int, cost: StepCost
 ) -> tuple[float, list[float]]:
-    """By brute force: the best ratio over every prefix of all nodes sorted by chance, and the nodes' chances.
+    """By brute force: the best ratio over every prefix of all nodes sorted by chance, and all ratios. Time is that of a
+    vanilla step of all sequences, ``soon`` among them, and what the nodes add to the rows that there are.
 
     Stops where the planner may: the first time that the ratio is ``GIVE_UP`` below the best so far.
     """
@@ -110,11 +111,13 @@ def best_goodput(
             level = [above * min(value * request.trust, 1.0) for above in level for value in ranks]
             chances += [value for value in level if value > 0]
     chances = sorted(chances, reverse=True)[:room]
-    best = base_tokens / cost.forward_ms(base_rows)
-    tokens, ratios = float(base_tokens), [best]
+    vanilla, rows = cost.forward_ms(sequences + soon), sequences + others
+    tokens = float(sequences + soon)
+    best = tokens / vanilla
+    ratios = [best]
     for count, value in enumerate(chances, start=1):
         tokens += value
-        ratios.append(tokens / cost.forward_ms(base_rows + count))
+        ratios.append(tokens / (vanilla + cost.forward_ms(rows + count) - cost.forward_ms(rows)))
         best = max(best, ratios[-1])
         if ratios[-1] < best * (GIVE_UP - 1e-6):
             break
@@ -130,12 +133,13 @@ def test_planned_nodes_give_the_best_goodput(rng: random.Random, sequences: int,
         )
         for key in range(sequences)
     }
-    cost, others = random_cost(rng), rng.randint(0, 10)
-    drafts = plan_drafts(requests, sequences=sequences, other_rows=others, room=room, cost=cost)
-    best, ratios = best_goodput(requests, sequences + others, sequences, room, cost)
+    cost, others, soon = random_cost(rng), rng.randint(0, 10), rng.randint(0, 4)
+    drafts = plan_drafts(requests, sequences=sequences, other_rows=others, room=room, cost=cost, soon=soon)
+    best, ratios = best_goodput(requests, sequences, others, soon, room, cost)
     nodes = sum(len(draft.tokens) for draft in drafts.values())
-    reached = sequences + sum(draft.expected for draft in drafts.values())
-    assert reached / cost.forward_ms(sequences + others + nodes) == pytest.approx(best, rel=1e-4)
+    reached = sequences + soon + sum(draft.expected for draft in drafts.values())
+    spent = cost.decode_ms(sequences, nodes, others) - cost.forward_ms(sequences) + cost.forward_ms(sequences + soon)
+    assert reached / spent == pytest.approx(best, rel=1e-4)
     assert ratios[nodes] == pytest.approx(best, rel=1e-4)
 
 
@@ -176,3 +180,17 @@ def test_children_of_repeated_tokens_are_those_of_the_first() -> None:
     """A walk that meets two equal siblings follows one of them, always the same."""
     draft = Draft(tokens=[5, 5, 7, 8], parents=[0, 0, 1, 2])
     assert draft.children() == [{5: 1}, {7: 3}, {8: 4}, {}, {}]
+
+
+def test_nodes_are_no_cheaper_beside_a_prompt() -> None:
+    """A long step hides a node's time, but the node still takes it: prompts beside must not make poor guesses pay."""
+    cost = StepCost(rows=((1, 10.0), (4, 10.0), (100, 106.0)))  # from four rows on, a millisecond each
+    request = DraftRequest(Proposals(np.array([[5]], dtype=np.int32), np.array([[0.3]], dtype=np.float32)), 8, 1)
+
+    def drafted(**step: int) -> int:
+        drafts = plan_drafts(dict.fromkeys(range(4), request), sequences=4, room=50, cost=cost, **step)
+        return sum(len(draft.tokens) for draft in drafts.values())
+
+    assert drafted(other_rows=0) == 0
+    assert drafted(other_rows=60) == 0
+    assert drafted(other_rows=60, soon=12) == 0, "and there will be more to share a step's time"
