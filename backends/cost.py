@@ -51,18 +51,25 @@ def measure_runs(
     clock: Callable[[], float],
     repeats: int = 5,
     before: Callable[[], object] = lambda: None,
+    warm_up: int = 0,
+    burst: int = 1,
 ) -> dict[int, list[float]]:
     """Milliseconds of every ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only.
 
-    ``before`` each of them, not timed: what leaves the caches as they are in service.
+    In each of the ``repeats`` turns of a size, ``burst`` runs are timed after ``warm_up`` others: a processor that has
+    just worked hard is slower for a while, and steps of one row between steps of sixteen took a third longer than
+    among their like. ``before`` each timed run: what leaves the caches as they are in service.
     """
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats):
         for size in sizes:
-            before()
-            start = clock()
-            run(size)
-            times[size].append((clock() - start) * 1e3)
+            for _ in range(warm_up):
+                run(size)
+            for _ in range(burst):
+                before()
+                start = clock()
+                run(size)
+                times[size].append((clock() - start) * 1e3)
     return times
 
 

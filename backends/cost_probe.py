@@ -17,8 +17,9 @@ from backends.runner import HeadsRunner, ModelRunner
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 SEQUENCES = (1, 4, 16, 32)
 CONTEXT = 256
-# Trees of one or a few requests have few rows; there a tenth of a millisecond decides about a node.
-_REPEATS = {range(1, 17): 15, range(17, 1 << 20): 5}
+# Turns, runs before and timed runs in a turn, by rows: trees of one or a few requests have few rows, and there a tenth
+# of a millisecond decides about a node.
+_TURNS = {range(1, 17): (3, 4, 5), range(17, 1 << 20): (3, 1, 1)}
 _CHECKS = 3
 
 
@@ -38,13 +39,13 @@ class CostProbe:
     heads: HeadsRunner | None
 
     def measure(self) -> Measured:
-        """The whole table, in about four seconds for the demo model."""
+        """The whole table, in about five seconds for the demo model."""
         rows = [size for size in ROWS if size <= self.runner.max_rows]
         self._touch(rows[-1])
         heads, forward = self.measure_heads(), {}
-        for sizes, repeats in _REPEATS.items():
+        for sizes, (turns, warm_up, burst) in _TURNS.items():
             some = [size for size in rows if size in sizes]
-            forward |= measure_runs(some, self._forward, time.perf_counter, repeats)
+            forward |= measure_runs(some, self._forward, time.perf_counter, turns, warm_up=warm_up, burst=burst)
         return Measured(StepCost.from_measurements(smoothed(medians(forward)), heads), restless(forward))
 
     def measure_heads(self) -> list[tuple[int, float]]:
@@ -60,7 +61,7 @@ class CostProbe:
         """Milliseconds at the few sizes by which a kept table is judged, in a fraction of the time."""
         rows = [size for size in CHECKED_ROWS if size <= self.runner.max_rows]
         self._touch(rows[-1])
-        return medians(measure_runs(rows, self._forward, time.perf_counter, _CHECKS))
+        return medians(measure_runs(rows, self._forward, time.perf_counter, _CHECKS, warm_up=_CHECKS))
 
     def _touch(self, rows: int) -> None:
         """The first touch of the memory, which takes longer than any after it."""

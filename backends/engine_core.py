@@ -75,6 +75,12 @@ class _Step:
     heads_ms: float = 0.0
 
 
+def _is_typical(step: _Step) -> bool:
+    """Whether the step says anything about planned drafts: beside prompts a node costs what it does in a larger batch,
+    and what a shape that somebody asked for gains is no word on shapes that are chosen."""
+    return not step.chunks and all(item.sequence.request.plan.tree is None for item in step.scheduled)
+
+
 class EngineCore:
     """Owns sequences and pages. Every method is called from one thread."""
 
@@ -328,8 +334,7 @@ class EngineCore:
     def _judge(self, step: _Step, decoded: list[_Scheduled], factor: float) -> None:
         """What this step says about drafting in the next: for each sequence, and for batches of this size."""
         heads_ms = step.heads_ms * factor
-        # Beside prompts a node costs what it costs in a larger batch.
-        if any(item.proposals is not None for item in decoded) and not step.chunks:
+        if any(item.proposals is not None for item in decoded) and _is_typical(step):
             accepted = sum(item.of_heads for item in decoded)
             self.gate.observe(len(decoded), accepted=accepted, vanilla_ms=step.vanilla_ms, step_ms=heads_ms)
         for item in decoded:
@@ -357,7 +362,7 @@ class EngineCore:
         nodes = sum(len(item.draft.tokens) for item in step.scheduled)
         table_ms = self.cost.step_ms(step.batch.rows, asked)
         # The clock has seen the heads of this step, whose guesses are for the next.
-        if decoded and not step.chunks and len(decoded) == len(step.scheduled) and (nodes or not asked):
+        if decoded and len(decoded) == len(step.scheduled) and (nodes or not asked) and _is_typical(step):
             self.calibration.observe(
                 len(decoded),
                 drafting=nodes > 0,

@@ -65,6 +65,13 @@ def test_what_comes_before_a_run_is_not_timed() -> None:
     assert times == {2: [250.0, 250.0]}
 
 
+def test_a_turn_is_a_burst_of_runs_of_one_size() -> None:
+    ran: list[int] = []
+    times = measure_runs([1, 8], ran.append, lambda: 0.0, repeats=2, warm_up=2, burst=3)
+    assert ran == ([1] * 5 + [8] * 5) * 2
+    assert {size: len(found) for size, found in times.items()} == {1: 6, 8: 6}
+
+
 def test_smoothing_leaves_straight_lines_and_halves_a_spike() -> None:
     line = [(1, 10.0), (2, 11.0), (4, 13.0), (8, 17.0)]
     assert smoothed(line) == line
