@@ -18,11 +18,14 @@ _LEAST, _MOST = 0.8, 2.0
 # Medians of few, because single steps stall, and those of a minute ago were another machine's.
 _BESIDE, _FEWEST_BESIDE, _BESIDE_WITHIN = 8, 3, 24
 _PAIRS, _FEWEST_PAIRS = 15, 3
+_LEAST_EXTRA, _MOST_EXTRA = 0.5, 4.0
+_MEMORY = 0.1
 
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of a size. ``recent``: number and ratio of the last ones of each kind; ``pairs``: drafting over vanilla."""
+    """Steps of a size. ``recent``: number and ratio of the last ones of each kind; ``pairs``: drafting over vanilla;
+    ``planned``: what drafting steps take by the table, over a vanilla step."""
 
     steps: int = 0
     drafting: bool | None = None
@@ -31,6 +34,7 @@ class _Size:
     )
     pairs: deque[float] = field(default_factory=lambda: deque(maxlen=_PAIRS))
     factor: float | None = None
+    planned: float | None = None
 
 
 @dataclass(slots=True)
@@ -45,14 +49,22 @@ class Calibration:
     """What an earlier run of this engine had :meth:`learned`; counts until this one knows better."""
     _sizes: dict[int, _Size] = field(default_factory=dict)
 
-    def observe(self, sequences: int, *, drafting: bool, predicted_ms: float, measured_ms: float) -> None:
-        """A step of one kind: with candidates (``drafting``), or with neither candidates nor heads; no prompt rows."""
+    def observe(
+        self, sequences: int, *, drafting: bool, predicted_ms: float, measured_ms: float, vanilla_ms: float = 0.0
+    ) -> None:
+        """A step of one kind: with candidates (``drafting``), or with neither candidates nor heads; no prompt rows.
+
+        ``vanilla_ms``: what a vanilla step takes by the table.
+        """
         if not self.enabled or measured_ms <= 0.0 or predicted_ms <= 0.0:
             return  # a clock that stands still says nothing
         size = self._sizes.setdefault(sequences.bit_length(), _Size())
         ratio = min(max(measured_ms / predicted_ms, 1e-3), 1e3)
         size.steps += 1
         size.recent[drafting].append((size.steps, ratio))
+        if drafting and predicted_ms > vanilla_ms > 0.0:
+            planned = predicted_ms / vanilla_ms
+            size.planned = planned if size.planned is None else size.planned + _MEMORY * (planned - size.planned)
         if drafting == size.drafting:
             return
         size.drafting = drafting
@@ -70,6 +82,17 @@ class Calibration:
         if size is None or size.factor is None:
             return _clipped(self.start.get(bucket, 1.0))
         return size.factor
+
+    def extra(self, sequences: int) -> float:
+        """What candidates and heads take, over what the table says that they add to a vanilla step.
+
+        If drafting steps are planned at 1.2 vanilla steps and take 1.4, every row costs twice what the table says.
+        """
+        size = self._sizes.get(sequences.bit_length())
+        if size is None or size.planned is None:
+            return 1.0
+        wanted = (self.factor(sequences) * size.planned - 1.0) / max(size.planned - 1.0, 1e-3)
+        return min(max(wanted, _LEAST_EXTRA), _MOST_EXTRA)
 
     def learned(self) -> dict[int, float]:
         """Factors by power of two of sequences, where they rest on as many pairs as are kept. Safe from any thread."""

@@ -7,6 +7,7 @@ the batch is large, or the heads are unsure, that is none, which is vanilla deco
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
@@ -93,12 +94,14 @@ def plan_drafts(
     room: int,
     cost: StepCost,
     soon: int = 0,
+    extra: float = 1.0,
 ) -> dict[int, Draft]:
     """Nodes for every sequence in ``requests`` (keys are the caller's).
 
     ``sequences`` decode in this step, ``other_rows`` are prompt rows beside them, ``room`` is how many node rows the
     step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput. ``soon``
     more will decode when their prompts are read: what a token is worth is the time it will save among all of them.
+    ``extra``: what a node's row takes, over what ``cost`` says (:meth:`backends.calibration.Calibration.extra`).
     """
     drafts: dict[int, Draft] = {}
     if not requests:
@@ -113,8 +116,12 @@ def plan_drafts(
     nodes = sum(len(draft.tokens) for draft in drafts.values())
     base_tokens = sequences + soon + sum(draft.expected for draft in drafts.values())
     searches = {key: _Search(request) for key, request in planned.items()}
-    rest_ms = cost.decode_ms(sequences + soon, nodes, other_rows) - cost.forward_ms(sequences + other_rows + nodes)
-    order = _best_first(searches, sequences + other_rows + nodes, base_tokens, room, cost, rest_ms)
+    base_ms = cost.decode_ms(sequences + soon, nodes, other_rows)
+
+    def step_ms(more: int, base_rows: int = sequences + other_rows + nodes) -> float:
+        return base_ms + (cost.forward_ms(base_rows + more) - cost.forward_ms(base_rows)) * extra
+
+    order = _best_first(searches, base_tokens, room, step_ms)
     for key in planned:
         drafts[key] = Draft()
     for key, node in order:
@@ -253,9 +260,9 @@ _GIVE_UP = 0.93
 
 
 def _best_first(
-    searches: dict[int, _Search], base_rows: int, base_tokens: float, room: int, cost: StepCost, rest_ms: float
+    searches: dict[int, _Search], base_tokens: float, room: int, step_ms: Callable[[int], float]
 ) -> list[tuple[int, _Node]]:
-    """``rest_ms``: added to the cost of the rows, so that prompts beside them don't count (see ``plan_drafts``)."""
+    """``step_ms``: what the step takes with so many nodes."""
     heap: list[tuple[float, int, int, int, _Node]] = []
     for key, search in searches.items():
         node = search.first()
@@ -264,14 +271,14 @@ def _best_first(
     heapify(heap)
     order: list[tuple[int, _Node]] = []
     tokens, serial = base_tokens, 0
-    best_ratio, best_count = tokens / (cost.forward_ms(base_rows) + rest_ms), 0
+    best_ratio, best_count = tokens / step_ms(0), 0
     while heap and len(order) < room:
         _, _, key, _, node = heappop(heap)
         if searches[key].full:
             continue
         order.append((key, node))
         tokens += node.survival
-        ratio = tokens / (cost.forward_ms(base_rows + len(order)) + rest_ms)
+        ratio = tokens / step_ms(len(order))
         if ratio > best_ratio:
             best_ratio, best_count = ratio, len(order)
         elif ratio < best_ratio * _GIVE_UP:

@@ -250,6 +250,7 @@ class EngineCore:
             room=self.config.max_rows - len(decoding) - prompt_rows,
             cost=self.cost,
             soon=len(self._running) - len(decoding),
+            extra=self.calibration.extra(len(decoding)),
         )
         batch = BatchBuilder(self._scratch_base)
         scheduled = []
@@ -368,6 +369,7 @@ class EngineCore:
                 drafting=nodes > 0,
                 predicted_ms=table_ms,
                 measured_ms=measured_ms,
+                vanilla_ms=step.vanilla_ms,
             )
         # Beside prompts, the rest of the time went into them.
         decoding_ms = measured_ms * min(step.spent_ms / table_ms, 1.0) if step.chunks else measured_ms

@@ -57,6 +57,21 @@ def test_a_stalled_step_and_a_standing_clock_move_nothing() -> None:
     assert calibration.factor(4) == pytest.approx(1.0)
 
 
+def test_rows_cost_what_makes_up_for_the_steps_they_are_in() -> None:
+    calibration = Calibration()
+    assert calibration.extra(4) == 1.0
+    for _ in range(20):
+        for drafting in [True] * 9 + [False]:
+            calibration.observe(
+                4,
+                drafting=drafting,
+                predicted_ms=12.0 if drafting else 10.0,
+                measured_ms=14.0 if drafting else 10.0,
+                vanilla_ms=10.0,
+            )
+    assert calibration.extra(4) == pytest.approx(2.0), "four milliseconds where the table has two"
+
+
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.floats(0, 1e4), st.floats(0, 1e6)), max_size=50))
 def test_always_a_sane_factor(steps: list[tuple[int, bool, float, float]]) -> None:
     calibration = Calibration()
