@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from backends.bench_prompts import PROMPTS
-from backends.cores import usable_cores
+from backends.cores import cpu_name, usable_cores
 from backends.loading import EngineOptions, LoadedCore, build_core, load_parts
 from backends.types import DecodingPlan, GenerationRequest, GenerationStats, SamplingParams
 
@@ -206,7 +206,7 @@ def machine(loaded: LoadedCore) -> dict[str, Any]:
     import transformers
 
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cores": usable_cores(),
         "device": torch.cuda.get_device_name() if loaded.info.device.startswith("cuda") else "cpu",
         "dtype": loaded.info.dtype,
@@ -216,14 +216,6 @@ def machine(loaded: LoadedCore) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def encode_prompt(loaded: LoadedCore, text: str) -> tuple[int, ...]:

@@ -1,10 +1,23 @@
-"""How many cores there are to use."""
+"""Which processor this is, and how many of its cores there are to use."""
 
 from __future__ import annotations
 
 import os
+import platform
+from pathlib import Path
 
 
 def usable_cores() -> int:
     """Cores that this process may use: fewer than the machine's in a container or under taskset."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The model as Linux calls it; without that, as Python does."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

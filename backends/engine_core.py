@@ -70,6 +70,7 @@ class _Step:
     scheduled: list[_Scheduled]
     batch: BatchBuilder
     chunks: list[tuple[Sequence, int]]
+    nodes: int = 0
     spent_ms: float = 0.0
     vanilla_ms: float = 0.0
     heads_ms: float = 0.0
@@ -270,16 +271,21 @@ class EngineCore:
             batch.add_chunk(sequence.pages, sequence.tokens[start : start + count], start, last_output=last)
         if not batch.rows:
             return _Step(scheduled, batch, chunks)
-        asked = sum(sequence.proposals is not None for sequence in decoding)
+        proposing_ms = self.cost.heads_ms(sum(sequence.proposals is not None for sequence in decoding))
         looked_up = sum(len(item.draft.from_lookup) for item in scheduled)
         nodes = batch.rows - len(decoding) - prompt_rows
+
+        def decode_ms(nodes: int) -> float:
+            return self.cost.decode_ms(len(decoding), nodes, prompt_rows)
+
         return _Step(
             scheduled,
             batch,
             chunks,
-            spent_ms=self.cost.decode_ms(len(decoding), nodes, prompt_rows) + self.cost.heads_ms(asked),
-            vanilla_ms=self.cost.decode_ms(len(decoding), 0, prompt_rows),
-            heads_ms=self.cost.decode_ms(len(decoding), nodes - looked_up, prompt_rows) + self.cost.heads_ms(asked),
+            nodes,
+            spent_ms=decode_ms(nodes) + proposing_ms,
+            vanilla_ms=decode_ms(0),
+            heads_ms=decode_ms(nodes - looked_up) + proposing_ms,
         )
 
     def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
@@ -360,13 +366,12 @@ class EngineCore:
         measured_ms = (ended - began) * 1e3
         with_drafts = step.spent_ms > step.vanilla_ms
         spent_ms = step.spent_ms * factor if with_drafts else step.spent_ms
-        nodes = sum(len(item.draft.tokens) for item in step.scheduled)
         table_ms = self.cost.step_ms(step.batch.rows, asked)
         # The clock has seen the heads of this step, whose guesses are for the next.
-        if decoded and len(decoded) == len(step.scheduled) and (nodes or not asked) and _is_typical(step):
+        if decoded and len(decoded) == len(step.scheduled) and (step.nodes or not asked) and _is_typical(step):
             self.calibration.observe(
                 len(decoded),
-                drafting=nodes > 0,
+                drafting=step.nodes > 0,
                 predicted_ms=table_ms,
                 measured_ms=measured_ms,
                 vanilla_ms=step.vanilla_ms,
@@ -400,8 +405,8 @@ class EngineCore:
         for item in step.scheduled:
             item.sequence.counts.steps += 1
             item.sequence.stamp(ended)
-        kind = "prefill" if step.chunks else "verification" if nodes else "vanilla"
-        without_ms = self.cost.forward_ms(step.batch.rows - nodes)
+        kind = "prefill" if step.chunks else "verification" if step.nodes else "vanilla"
+        without_ms = self.cost.forward_ms(step.batch.rows - step.nodes)
         self.samples.append(StepSample(kind, step.batch.rows, ended - began, without_ms / 1e3))
 
     def _commit(self, scheduled: list[_Scheduled], results: list[AcceptResult]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import transformers
 
 from backends.checkpoints.loader import LoadedHeads
 from backends.checkpoints.residual_heads import ResidualHeads
-from backends.cores import usable_cores
+from backends.cores import cpu_name, usable_cores
 from backends.cost_probe import CONTEXT
 from backends.hf_runner import HfRunner
 from backends.native.library import load_library
@@ -47,7 +46,7 @@ def facts_of(
         }
     return {
         **facts,
-        "device": _cpu_name(),
+        "device": cpu_name(),
         "cores": str(usable_cores()),
         "quota": _cpu_quota(),
         "threads": str(threads),
@@ -73,17 +72,6 @@ def _heads_shape(loaded: LoadedHeads) -> str:
 
 def _digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def _cpu_name() -> str:
-    """The model as Linux calls it; without that, as Python does."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _cpu_quota() -> str:

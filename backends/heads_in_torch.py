@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from backends.follow import GuessLists, plan_of_tree
 from backends.heads import MedusaHeads
-from backends.runner import ModelRunner, Proposals, best_guesses
+from backends.runner import ModelRunner, Proposals, best_tokens
 from backends.tree import CandidateTree
 
 
@@ -48,14 +47,10 @@ class HeadsInTorch:
             return self._follow(hidden, pending, k, trees)
         states = self._heads.propose_hidden(hidden, self._embed(pending))
         own = self._heads.output
-        tokens, probabilities = self._guesses(self._project(states) if own is None else own(states).float(), k)
+        tokens, probabilities = best_tokens(
+            self._project(states) if own is None else own(states).float(), k, self._draft_ids
+        )
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]
-
-    def _guesses(self, logits: torch.Tensor, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """The ``k`` best tokens by logits [..., V'], and their probabilities: [..., k] each."""
-        columns, probabilities = best_guesses(logits, k)
-        ids = columns.to("cpu", torch.int32).numpy()
-        return ids if self._draft_ids is None else self._draft_ids[ids], probabilities.cpu().numpy()
 
     def _follow(
         self, hidden: torch.Tensor, pending: list[int], k: int, trees: Sequence[CandidateTree | None]
@@ -69,7 +64,7 @@ class HeadsInTorch:
             embedded = self._embed([token for _, token in rows])
             states = self._heads.follow_hidden(head, states[above], embedded)
             logits = self._project(states) if own is None else own.of_head(head, states).float()
-            tokens, probabilities = self._guesses(logits, k)
+            tokens, probabilities = best_tokens(logits, k, self._draft_ids)
             for row, (sequence, _) in enumerate(rows):
                 grown[sequence].add(tokens[row], probabilities[row], row)
             if head + 1 < self.num_heads:

@@ -41,6 +41,15 @@ def best_guesses(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     return best.indices, torch.exp(best.values - logits.logsumexp(dim=-1, keepdim=True))
 
 
+def best_tokens(
+    logits: torch.Tensor, k: int, draft_ids: NDArray[np.int32] | None
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """:func:`best_guesses` on the CPU, columns being told as tokens: ``draft_ids`` [V'], None when V' is all."""
+    columns, probabilities = best_guesses(logits, k)
+    ids = columns.to("cpu", torch.int32).numpy()
+    return ids if draft_ids is None else draft_ids[ids], probabilities.cpu().numpy()
+
+
 @dataclass(frozen=True, slots=True)
 class RowSampling:
     """Sampling parameters of rows to draw, as arrays of one value per row. ``uniform`` in [0, 1)."""

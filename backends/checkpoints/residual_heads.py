@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backends.runner import ModelRunner, Proposals, best_guesses
+from backends.runner import ModelRunner, Proposals, best_tokens
 from backends.tree import CandidateTree
 
 _ROW_MULTIPLE = 4
@@ -116,7 +116,5 @@ class TorchHeads:
         k: int,
         trees: Sequence[CandidateTree | None] = (),
     ) -> list[Proposals]:
-        columns, probabilities = best_guesses(self.logits(hidden), k)
-        ids, shares = columns.to("cpu", torch.int32).numpy(), probabilities.cpu().numpy()
-        tokens = ids if self._token_ids is None else self._token_ids[ids]
-        return [Proposals(tokens[:, i], shares[:, i]) for i in range(len(contexts))]
+        tokens, probabilities = best_tokens(self.logits(hidden), k, self._token_ids)
+        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]

@@ -194,12 +194,7 @@ static void follow_int8_member(mg_member *member, void *arguments) {
         }
         team_end_loop(member);
         int8_linear(member, &job->s, rows, hidden, &heads->draft_lm_head8, 0, width / LANES, NULL, 0, job->logits);
-        TEAM_DEALT(r, rows) {
-            const long at = (long)follow->list[r] * follow->k;
-            top_k_row(job->logits + (long)r * width, heads->draft_vocab, follow->k, follow->tokens + at,
-                      follow->probabilities + at);
-            for (int j = 0; j < follow->k; j++) follow->tokens[at + j] = heads->draft_ids[follow->tokens[at + j]];
-        }
+        TEAM_DEALT(r, rows) follow_guess(follow, heads, job->logits + (long)r * width, r);
         team_end_loop(member);
         if (member->index == 0) follow_choose(follow, level + 1 < heads->heads);
         team_end_loop(member);

@@ -85,6 +85,13 @@ static void follow_open(mg_follow *follow, int s, int at, int row_above, int *ro
     ++*rows;
 }
 
+// The list of a row of the present level, from its logits over the draft vocabulary.
+static void follow_guess(mg_follow *follow, const mg_heads *heads, const float *logits, int row) {
+    const long at = (long)follow->list[row] * follow->k;
+    top_k_row(logits, heads->draft_vocab, follow->k, follow->tokens + at, follow->probabilities + at);
+    for (int j = 0; j < follow->k; j++) follow->tokens[at + j] = heads->draft_ids[follow->tokens[at + j]];
+}
+
 // Sets up list 0 of each sequence.
 static void follow_begin(mg_follow *follow) {
     const long guesses = (long)follow->n * follow->lists * follow->k;
