@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from gateway.commands.validating import validate_files
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -22,18 +24,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run_validate(args: argparse.Namespace) -> int:
     from gateway.routing.file import parse_backends
-    from policy.problems import PolicyError
 
-    refused = False
-    for file in args.files:
-        try:
-            spec = parse_backends(Path(file).read_bytes(), file)
-        except PolicyError as error:
-            refused = True
-            print("\n".join(error.lines()))
-        else:
-            print(f"{file}: ok, {len(spec.engines)} engines and {len(spec.upstreams)} upstreams")
-    return int(refused)
+    def summary(name: str) -> str:
+        spec = parse_backends(Path(name).read_bytes(), name)
+        return f"{len(spec.engines)} engines and {len(spec.upstreams)} upstreams"
+
+    return validate_files(args.files, summary)
 
 
 def run_schema(args: argparse.Namespace) -> int:

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.validating import validate_files
+
 if TYPE_CHECKING:
     from gateway.auth.keyfile import ApiKey, KeySet
 
@@ -110,18 +112,11 @@ def run_list(args: argparse.Namespace) -> int:
 
 
 def run_validate(args: argparse.Namespace) -> int:
-    from gateway.auth.keyfile import KeyFileError
+    def summary(name: str) -> str:
+        keys = _load(name)
+        return f"version {keys.version}, {len(keys.keys)} keys"
 
-    refused = 0
-    for name in args.files:
-        try:
-            keys = _load(name)
-        except KeyFileError as error:
-            refused += 1
-            print("\n".join(error.lines()))
-        else:
-            print(f"{name}: ok, version {keys.version}, {len(keys.keys)} keys")
-    return 1 if refused else 0
+    return validate_files(args.files, summary)
 
 
 def run_schema(args: argparse.Namespace) -> int:

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.validating import validate_files
+
 if TYPE_CHECKING:
     from policy.spec import PolicySpec
 
@@ -51,18 +53,11 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_validate(args: argparse.Namespace) -> int:
-    from policy.problems import PolicyError
+    def summary(name: str) -> str:
+        spec = _load(name)
+        return f"version {spec.version}, {len(spec.rules)} rules, {len(spec.classes)} classes"
 
-    refused = 0
-    for name in args.files:
-        try:
-            spec = _load(name)
-        except PolicyError as error:
-            refused += 1
-            print("\n".join(error.lines()))
-        else:
-            print(f"{name}: ok, version {spec.version}, {len(spec.rules)} rules, {len(spec.classes)} classes")
-    return 1 if refused else 0
+    return validate_files(args.files, summary)
 
 
 def run_explain(args: argparse.Namespace) -> int:
