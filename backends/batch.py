@@ -7,19 +7,35 @@ the sequence's own pages; candidate nodes store them in scratch slots, from whic
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 PAGE_SIZE = 16
+ARRAYS = (
+    "tokens",
+    "positions",
+    "slots",
+    "sequence",
+    "full_pages",
+    "tail_offsets",
+    "tail_slots",
+    "page_offsets",
+    "pages",
+    "out_row",
+)
 Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Arrays are int32. ``rows`` R, ``sequences`` S, ``outputs`` O.
+    """``memory`` holds all arrays one behind the other, in the order of :data:`ARRAYS`; ``ends``: where each ends.
+
+    Arrays are int32. ``rows`` R, ``sequences`` S, ``outputs`` O.
 
     ``tokens``, ``positions``, ``slots``, ``sequence``, ``full_pages``: [R]. ``slots`` says where a row's key and value
     go: page * 16 + offset. A row sees the first ``full_pages`` pages of its sequence whole, then the keys in
@@ -28,20 +44,23 @@ class StepBatch:
     ``out_row`` [O]: rows whose hidden state is wanted.
     """
 
-    tokens: Ints
-    positions: Ints
-    slots: Ints
-    sequence: Ints
-    full_pages: Ints
-    tail_offsets: Ints
-    tail_slots: Ints
-    page_offsets: Ints
-    pages: Ints
-    out_row: Ints
+    memory: array[int]
+    ends: tuple[int, ...]
 
     @property
     def rows(self) -> int:
-        return len(self.tokens)
+        return self.ends[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.ends[-1] - self.ends[-2]
+
+    def __getattr__(self, name: str) -> Ints:
+        """One of :data:`ARRAYS`, not copied."""
+        if name not in ARRAYS:
+            raise AttributeError(name)
+        index = ARRAYS.index(name)
+        return np.frombuffer(self.memory, np.int32)[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 
 class BatchBuilder:
@@ -110,21 +129,19 @@ class BatchBuilder:
         return node_slots
 
     def build(self) -> StepBatch:
-        def ints(values: list[int]) -> Ints:
-            return np.array(values, dtype=np.int32)
-
-        return StepBatch(
-            tokens=ints(self._tokens),
-            positions=ints(self._positions),
-            slots=ints(self._slots),
-            sequence=ints(self._sequence),
-            full_pages=ints(self._full_pages),
-            tail_offsets=ints(self._tail_offsets),
-            tail_slots=ints(self._tail_slots),
-            page_offsets=ints(self._page_offsets),
-            pages=ints(self._pages),
-            out_row=ints(self._out_row),
+        parts = (
+            self._tokens,
+            self._positions,
+            self._slots,
+            self._sequence,
+            self._full_pages,
+            self._tail_offsets,
+            self._tail_slots,
+            self._page_offsets,
+            self._pages,
+            self._out_row,
         )
+        return StepBatch(array("i", chain.from_iterable(parts)), tuple(accumulate(map(len, parts))))
 
     def _certain_row(self, pages: Sequence[int], token: int, position: int) -> None:
         full, offset = divmod(position + 1, PAGE_SIZE)

@@ -20,12 +20,16 @@ _BESIDE, _FEWEST_BESIDE, _BESIDE_WITHIN = 8, 3, 24
 _PAIRS, _FEWEST_PAIRS = 15, 3
 _LEAST_EXTRA, _MOST_EXTRA = 0.5, 4.0
 _MEMORY = 0.1
+# Of the differences between neighbouring drafting steps: their memory, what is a stall, and what the pairs' word weighs
+# against them, in squares of a vanilla step.
+_SLOPE_DECAY, _STALL, _PRIOR_WEIGHT = 0.98, 0.4, 0.04
 
 
 @dataclass(slots=True)
 class _Size:
     """Steps of a size. ``recent``: number and ratio of the last ones of each kind; ``pairs``: drafting over vanilla;
-    ``planned``: what drafting steps take by the table, over a vanilla step."""
+    ``planned``: what drafting steps take by the table, over a vanilla step; ``last``: the last drafting step by table
+    and clock; ``products``, ``squares``: of table differences with clock differences, and with themselves."""
 
     steps: int = 0
     drafting: bool | None = None
@@ -35,6 +39,19 @@ class _Size:
     pairs: deque[float] = field(default_factory=lambda: deque(maxlen=_PAIRS))
     factor: float | None = None
     planned: float | None = None
+    last: tuple[float, float] | None = None
+    products: float = 0.0
+    squares: float = 0.0
+    vanilla_ms: float = 0.0
+
+    def compare(self, predicted_ms: float, measured_ms: float) -> None:
+        """A drafting step with the one just before it: by how much the clock says that one more row is dearer."""
+        if self.last is not None:
+            planned, found = predicted_ms - self.last[0], measured_ms - self.last[1]
+            if abs(found) < _STALL * self.last[1]:
+                self.products = self.products * _SLOPE_DECAY + planned * found
+                self.squares = self.squares * _SLOPE_DECAY + planned * planned
+        self.last = (predicted_ms, measured_ms)
 
 
 @dataclass(slots=True)
@@ -65,6 +82,10 @@ class Calibration:
         if drafting and predicted_ms > vanilla_ms > 0.0:
             planned = predicted_ms / vanilla_ms
             size.planned = planned if size.planned is None else size.planned + _MEMORY * (planned - size.planned)
+            size.vanilla_ms = vanilla_ms
+            size.compare(predicted_ms, measured_ms)
+        else:
+            size.last = None
         if drafting == size.drafting:
             return
         size.drafting = drafting
@@ -84,14 +105,19 @@ class Calibration:
         return size.factor
 
     def extra(self, sequences: int) -> float:
-        """What candidates and heads take, over what the table says that they add to a vanilla step.
+        """What one more candidate takes, over what the table says.
 
-        If drafting steps are planned at 1.2 vanilla steps and take 1.4, every row costs twice what the table says.
+        Told by the differences between neighbouring drafting steps, which had more or fewer of them. Where these differ
+        little, by drafting and vanilla steps: if steps are planned at 1.2 vanilla steps and take 1.4, all that drafting
+        adds costs twice what the table says.
         """
         size = self._sizes.get(sequences.bit_length())
         if size is None or size.planned is None:
             return 1.0
-        wanted = (self.factor(sequences) * size.planned - 1.0) / max(size.planned - 1.0, 1e-3)
+        of_pairs = (self.factor(sequences) * size.planned - 1.0) / max(size.planned - 1.0, 1e-3)
+        of_pairs = min(max(of_pairs, _LEAST_EXTRA), _MOST_EXTRA)
+        weight = _PRIOR_WEIGHT * size.vanilla_ms * size.vanilla_ms
+        wanted = (size.products + weight * of_pairs) / (size.squares + weight)
         return min(max(wanted, _LEAST_EXTRA), _MOST_EXTRA)
 
     def learned(self) -> dict[int, float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+_LISTED_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -17,22 +19,28 @@ class StepCost:
 
     rows: tuple[tuple[int, float], ...]
     heads: tuple[tuple[int, float], ...] = ()
+    _by_rows: list[float] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Asked dozens of times in every step.
+        object.__setattr__(self, "_by_rows", [_interpolate(self.rows, size) for size in range(_LISTED_ROWS)])
 
     @classmethod
     def from_measurements(cls, rows: Sequence[tuple[int, float]], heads: Sequence[tuple[int, float]] = ()) -> StepCost:
         return cls(_non_decreasing(rows), _non_decreasing(heads))
 
     def forward_ms(self, rows: int) -> float:
-        return _interpolate(self.rows, rows)
+        return self._by_rows[rows] if rows < _LISTED_ROWS else _interpolate(self.rows, rows)
 
-    def heads_ms(self, sequences: int) -> float:
+    def heads_ms(self, sequences: float) -> float:
+        """All heads, with one list of guesses from each for every sequence."""
         if sequences == 0 or not self.heads:
             return 0.0
         return _interpolate(self.heads, sequences)
 
-    def step_ms(self, rows: int, drafting: int) -> float:
-        """A step of ``rows`` rows after which the heads run for ``drafting`` sequences."""
-        return self.forward_ms(rows) + self.heads_ms(drafting)
+    def levels_ms(self, lists: int, levels: int, heads: int) -> float:
+        """``levels`` of ``heads`` heads that run one after the other, making so many lists of guesses together."""
+        return self.heads_ms(lists / levels) * levels / heads if lists else 0.0
 
     def decode_ms(self, sequences: int, nodes: int, prompt_rows: int) -> float:
         """The forward that decoding has to answer for: a vanilla step, and what ``nodes`` add to the rows there are.
@@ -98,7 +106,7 @@ def _non_decreasing(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, flo
     return tuple(result)
 
 
-def _interpolate(points: tuple[tuple[int, float], ...], size: int) -> float:
+def _interpolate(points: tuple[tuple[int, float], ...], size: float) -> float:
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
     index = min(max(bisect_right(points, (size, float("inf"))), 1), len(points) - 1)

@@ -17,6 +17,7 @@ from backends.runner import HeadsRunner, ModelRunner
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128)
 SEQUENCES = (1, 4, 16, 32)
 CONTEXT = 256
+_RANKS = 10
 # Turns, runs before and timed runs in a turn, by rows: trees of one or a few requests have few rows, and there a tenth
 # of a millisecond decides about a node.
 _TURNS = {range(1, 17): (3, 4, 5), range(17, 1 << 20): (3, 1, 1)}
@@ -53,9 +54,18 @@ class CostProbe:
 
         In service a forward has just swept their weights out of the caches.
         """
-        if self.heads is None:
+        heads, runner = self.heads, self.runner
+        if heads is None:
             return []
-        return medians(measure_runs(SEQUENCES, self._propose, time.perf_counter, before=lambda: self._forward(1)))
+        hidden = torch.zeros(SEQUENCES[-1], runner.hidden_size, dtype=runner.dtype, device=runner.device)
+        shapes = [usual_tree(heads.num_heads)] * SEQUENCES[-1]
+        asked = {n: (range(n), [[0]] * n, shapes[:n]) for n in SEQUENCES}
+
+        def propose(sequences: int) -> None:
+            rows, contexts, trees = asked[sequences]
+            heads.propose(hidden, contexts, _RANKS, trees, rows=rows)
+
+        return medians(measure_runs(SEQUENCES, propose, time.perf_counter, before=lambda: self._forward(1)))
 
     def check(self) -> list[tuple[int, float]]:
         """Milliseconds at the few sizes by which a kept table is judged, in a fraction of the time."""
@@ -74,9 +84,3 @@ class CostProbe:
         batch.add_tree(list(range(-(-(context + 1) // PAGE_SIZE))), 0, context, [0] * (rows - 1), [0] * (rows - 1))
         # Taking one number waits for a device that works on its own, and costs nothing else.
         return runner.logits(runner.forward(batch.build()))[0, 0].item()
-
-    def _propose(self, sequences: int) -> object:
-        assert self.heads is not None
-        hidden = torch.zeros(sequences, self.runner.hidden_size, dtype=self.runner.dtype, device=self.runner.device)
-        trees = [usual_tree(self.heads.num_heads)] * sequences
-        return self.heads.propose(hidden, [[0]] * sequences, 10, trees)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from backends.cost import StepCost
+from backends.follow import LEAST_SURVIVAL
 from backends.lookup import Continuation
 from backends.runner import Proposals
 from backends.tree import CandidateTree
@@ -134,6 +135,27 @@ def plan_drafts(
         else:
             draft.expected_of_heads += node.survival
     return drafts
+
+
+# Rows over which the price of one more is taken: the table has steps.
+_AHEAD = 4
+# How likely the best guess of a list is, as a rule, and bounds of what is returned.
+_BEST_OF_LIST = 0.6
+_MOST_SURVIVAL = 0.9
+
+
+def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, extra: float, num_heads: int) -> float:
+    """How likely a guess must be for a list of guesses below it to pay, for heads that make lists one after the other.
+
+    Of a step like the last one, with ``rows`` rows and ``tokens`` expected from it: the best guess of the list would
+    have to be worth the row that it takes in the next step, and the list itself. In a large batch, where both buy time
+    for many, the heads then stop after the first level.
+    """
+    step_ms = cost.forward_ms(rows) + cost.heads_ms(sequences)
+    row_ms = (cost.forward_ms(rows + _AHEAD) - cost.forward_ms(rows)) / _AHEAD * extra
+    list_ms = cost.heads_ms(sequences) / (num_heads * sequences)
+    least = tokens / step_ms * (row_ms + list_ms) / _BEST_OF_LIST
+    return min(max(least, LEAST_SURVIVAL), _MOST_SURVIVAL)
 
 
 class _Node(NamedTuple):

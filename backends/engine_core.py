@@ -12,7 +12,7 @@ from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.calibration import Calibration
 from backends.cost import StepCost
 from backends.counters import CounterBook
-from backends.drafting import Draft, DraftRequest, plan_drafts
+from backends.drafting import Draft, DraftRequest, least_survival, plan_drafts
 from backends.gate import DraftGate
 from backends.kv_cache import PagePool
 from backends.lookup import Continuation
@@ -187,8 +187,8 @@ class EngineCore:
         # What drafting costs over the table's word, in all books of this step.
         factor = self.calibration.factor(len(decoded))
         self._judge(step, decoded, factor)
-        asked = self._propose(step.scheduled, results, hidden)
-        self._count(step, decoded, factor, began, asked)
+        proposals = self._propose(step, results, hidden)
+        self._count(step, decoded, factor, began, self._proposing_ms(proposals))
         for item in step.scheduled:
             emissions.append((item.sequence.id, item.sequence.take_chunk()))
             if item.sequence.finish_reason is not None:
@@ -271,7 +271,7 @@ class EngineCore:
             batch.add_chunk(sequence.pages, sequence.tokens[start : start + count], start, last_output=last)
         if not batch.rows:
             return _Step(scheduled, batch, chunks)
-        proposing_ms = self.cost.heads_ms(sum(sequence.proposals is not None for sequence in decoding))
+        proposing_ms = self._proposing_ms([s.proposals for s in decoding if s.proposals is not None])
         looked_up = sum(len(item.draft.from_lookup) for item in scheduled)
         nodes = batch.rows - len(decoding) - prompt_rows
 
@@ -330,12 +330,11 @@ class EngineCore:
         """Append the verified tokens up to the first that ends the answer."""
         sequence = item.sequence
         for token, row in zip(result.tokens, result.rows, strict=True):
-            logits_row = logits[item.first_row + row]
             if self._observer is not None:
-                self._observer(sequence.id, len(sequence.tokens), token, logits_row)
+                self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])
             item.emitted.append(token)
             item.of_heads += row > 0 and row not in item.draft.from_lookup
-            if sequence.accept(token, logits_row):
+            if sequence.accept(token, logits, item.first_row + row):
                 return
 
     def _judge(self, step: _Step, decoded: list[_Scheduled], factor: float) -> None:
@@ -357,18 +356,18 @@ class EngineCore:
                     step_ms=heads_ms,
                 )
 
-    def _count(self, step: _Step, decoded: list[_Scheduled], factor: float, began: float, asked: int) -> None:
+    def _count(self, step: _Step, decoded: list[_Scheduled], factor: float, began: float, proposing_ms: float) -> None:
         """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost.
 
-        ``asked``: sequences that the heads have run for in it.
+        ``proposing_ms``: what the heads that have run in it cost by the table.
         """
         ended = self._clock()
         measured_ms = (ended - began) * 1e3
         with_drafts = step.spent_ms > step.vanilla_ms
         spent_ms = step.spent_ms * factor if with_drafts else step.spent_ms
-        table_ms = self.cost.step_ms(step.batch.rows, asked)
+        table_ms = self.cost.forward_ms(step.batch.rows) + proposing_ms
         # The clock has seen the heads of this step, whose guesses are for the next.
-        if decoded and len(decoded) == len(step.scheduled) and (step.nodes or not asked) and _is_typical(step):
+        if decoded and len(decoded) == len(step.scheduled) and (step.nodes or not proposing_ms) and _is_typical(step):
             self.calibration.observe(
                 len(decoded),
                 drafting=step.nodes > 0,
@@ -423,13 +422,20 @@ class EngineCore:
                 target.append(sequence.pages[page] * PAGE_SIZE + place)
         self.runner.copy_slots(source, target)
 
-    def _propose(self, scheduled: list[_Scheduled], results: list[AcceptResult], hidden: torch.Tensor) -> int:
-        """Run the heads where the next step may use them; returns for how many sequences.
+    def _proposing_ms(self, proposals: list[Proposals]) -> float:
+        """What the heads that made these cost by the table."""
+        if not proposals or self.heads is None:
+            return 0.0
+        levels = max(self.heads.num_heads if found.levels is None else found.levels for found in proposals)
+        return self.cost.levels_ms(sum(len(found.tokens) for found in proposals), levels, self.heads.num_heads)
+
+    def _propose(self, step: _Step, results: list[AcceptResult], hidden: torch.Tensor) -> list[Proposals]:
+        """Run the heads where the next step may use them.
 
         A tree that the plan itself asks for is always used, and a probe always asks.
         """
         going_on = []
-        for item, result in zip(scheduled, results, strict=True):
+        for item, result in zip(step.scheduled, results, strict=True):
             item.sequence.proposals = None
             if item.sequence.finish_reason is None:
                 going_on.append((item.sequence, item.first_row + result.rows[-1]))
@@ -447,7 +453,7 @@ class EngineCore:
                 if sequence.request.plan.tree is not None or sequence.request.plan.probe
             ]
         if not wanting or self.heads is None:
-            return 0
+            return []
         sequences, rows = [sequence for sequence, _ in wanting], [row for _, row in wanting]
         contexts = [sequence.tokens for sequence in sequences]
         ranks = max(
@@ -455,7 +461,17 @@ class EngineCore:
             for sequence in sequences
         )
         trees = [sequence.request.plan.tree for sequence in sequences]
-        proposals = self.heads.propose(hidden[rows], contexts, max(self.config.proposals, ranks), trees)
+        least = least_survival(
+            self.cost,
+            sequences=len(going_on),
+            rows=step.batch.rows,
+            tokens=len(step.scheduled) + sum(item.draft.expected for item in step.scheduled),
+            extra=self.calibration.extra(len(going_on)),
+            num_heads=self.heads.num_heads,
+        )
+        proposals = self.heads.propose(
+            hidden, contexts, max(self.config.proposals, ranks), trees, rows=rows, least=least
+        )
         for sequence, found in zip(sequences, proposals, strict=True):
             sequence.proposals = found
-        return len(sequences)
+        return proposals

@@ -6,6 +6,7 @@ Where the shape of the tree is known, its inner nodes; elsewhere the likeliest g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,7 @@ class FollowPlan:
         return max(levels.count(level) for level in set(levels))
 
 
+@lru_cache(maxsize=256)
 def plan_of_tree(tree: CandidateTree, num_heads: int, k: int) -> FollowPlan:
     """The lists that a tree drafts from, as far as ``num_heads`` and ``k`` guesses a list reach."""
     inner = {path[:-1] for path in tree.nodes if 1 < len(path) <= num_heads and max(path[:-1]) < k}
@@ -58,8 +60,8 @@ def usual_tree(num_heads: int) -> CandidateTree:
 class GuessLists:
     """The lists of one sequence as they grow, level by level. The native kernels do the same (``follow_choose``)."""
 
-    def __init__(self, plan: FollowPlan | None) -> None:
-        self._plan = plan
+    def __init__(self, plan: FollowPlan | None, least: float = LEAST_SURVIVAL) -> None:
+        self._plan, self._least = plan, least
         self._tokens: list[NDArray[np.int32]] = []
         self._probabilities: list[NDArray[np.float32]] = []
         self._rows: list[int] = []
@@ -86,7 +88,7 @@ class GuessLists:
                 for index in range(first, end)
                 for rank, p in enumerate(self._probabilities[index])
             }
-            chosen = sorted((guess for guess in reach if reach[guess] >= LEAST_SURVIVAL), key=lambda g: (-reach[g], g))
+            chosen = sorted((guess for guess in reach if reach[guess] >= self._least), key=lambda g: (-reach[g], g))
             chosen = chosen[:WIDTH]
         for number, (index, rank) in enumerate(chosen, start=end):
             self._below[index][rank] = number

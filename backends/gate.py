@@ -40,12 +40,18 @@ class DraftGate:
 
     def speedup(self, sequences: int) -> float:
         """The present estimate for a batch of this size."""
-        return self._speedup.setdefault(self._bucket(sequences), self._prior(sequences))
+        bucket = self._bucket(sequences)
+        estimate = self._speedup.get(bucket)
+        if estimate is None:
+            estimate = self._speedup[bucket] = self._prior(sequences)
+        return estimate
 
     def allows(self, sequences: int) -> bool:
         """Whether the heads should run for the next step of ``sequences`` decoding sequences."""
         bucket = self._bucket(sequences)
-        is_open = self._open.setdefault(bucket, self.speedup(sequences) >= _CLOSE_AT)
+        is_open = self._open.get(bucket)
+        if is_open is None:
+            is_open = self._open[bucket] = self.speedup(sequences) >= _CLOSE_AT
         if is_open:
             return not self._is_reference(bucket)
         self._denied[bucket] = self._denied.get(bucket, 0) + 1

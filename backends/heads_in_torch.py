@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from backends.follow import GuessLists, plan_of_tree
+from backends.follow import LEAST_SURVIVAL, GuessLists, plan_of_tree
 from backends.heads import MedusaHeads
 from backends.runner import ModelRunner, Proposals, best_tokens
 from backends.tree import CandidateTree
@@ -41,10 +41,15 @@ class HeadsInTorch:
         contexts: list[list[int]],
         k: int,
         trees: Sequence[CandidateTree | None] = (),
+        *,
+        rows: Sequence[int] | None = None,
+        least: float = LEAST_SURVIVAL,
     ) -> list[Proposals]:
         pending = [context[-1] for context in contexts]
+        if rows is not None:
+            hidden = hidden[list(rows)]
         if self._heads.sequential:
-            return self._follow(hidden, pending, k, trees)
+            return self._follow(hidden, pending, k, trees, least)
         states = self._heads.propose_hidden(hidden, self._embed(pending))
         own = self._heads.output
         tokens, probabilities = best_tokens(
@@ -53,11 +58,16 @@ class HeadsInTorch:
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]
 
     def _follow(
-        self, hidden: torch.Tensor, pending: list[int], k: int, trees: Sequence[CandidateTree | None]
+        self,
+        hidden: torch.Tensor,
+        pending: list[int],
+        k: int,
+        trees: Sequence[CandidateTree | None],
+        least: float,
     ) -> list[Proposals]:
         """Sequential heads, level by level: one pass over the lists of all sequences for each head."""
         wanted = [plan_of_tree(tree, self.num_heads, k) if tree else None for tree in (trees or [None] * len(pending))]
-        grown = [GuessLists(plan) for plan in wanted]
+        grown = [GuessLists(plan, least) for plan in wanted]
         rows, states = [(i, token) for i, token in enumerate(pending)], hidden
         above, own = list(range(len(pending))), self._heads.output
         for head in range(self.num_heads):
@@ -73,4 +83,4 @@ class HeadsInTorch:
                 above = [row for _, _, row in opened]
                 if not rows:
                     break
-        return [Proposals(*lists.arrays()) for lists in grown]
+        return [Proposals(*lists.arrays(), head + 1) for lists in grown]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from backends.engine_core import EngineConfig, EngineCore
+from backends.follow import LEAST_SURVIVAL
 from backends.loading import LoadedCore
 from backends.runner import HeadsRunner, Proposals
 from backends.tree import CandidateTree, best_first_paths
@@ -82,9 +83,12 @@ class PlantedHeads:
         contexts: list[list[int]],
         k: int,
         trees: Sequence[CandidateTree | None] = (),
+        *,
+        rows: Sequence[int] | None = None,
+        least: float = LEAST_SURVIVAL,
     ) -> list[Proposals]:
         if self._heads is not None and self._rng.random() < 0.5:
-            real = self._heads.propose(hidden, contexts, k, trees)
+            real = self._heads.propose(hidden, contexts, k, trees, rows=rows, least=least)
         else:
             real = [self._junk(k) for _ in contexts]
         return [self._plant(found, context) for found, context in zip(real, contexts, strict=True)]

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from backends.batch import StepBatch
+from backends.follow import LEAST_SURVIVAL
 from backends.tree import CandidateTree
 
 
@@ -20,12 +21,14 @@ class Proposals:
 
     ``tokens`` [lists, k] int, ``probabilities`` [lists, k] float; list 0 follows the pending token. ``below``
     [lists, k] int: the list that follows a guess, -1 for none. None: the heads don't look at drafted tokens, so there
-    is one list for each head, and it follows whatever the head before guessed.
+    is one list for each head, and it follows whatever the head before guessed. ``levels``: heads that have run; None:
+    all.
     """
 
     tokens: NDArray[np.int32]
     probabilities: NDArray[np.float32]
     below: NDArray[np.int32] | None = None
+    levels: int | None = None
 
     def following(self, index: int) -> list[int]:
         """``below`` of one list, whatever the heads."""
@@ -77,7 +80,8 @@ class ModelRunner(Protocol):
     max_context: int
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Run the rows, store their keys and values; returns final-norm hidden states [outputs, H]."""
+        """Run the rows, store their keys and values; returns final-norm hidden states [outputs, H], which the next
+        call may overwrite."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -108,9 +112,13 @@ class HeadsRunner(Protocol):
         contexts: list[list[int]],
         k: int,
         trees: Sequence[CandidateTree | None] = (),
+        *,
+        rows: Sequence[int] | None = None,
+        least: float = LEAST_SURVIVAL,
     ) -> list[Proposals]:
-        """Guesses for n sequences: ``contexts`` are their tokens so far, the last one *pending* (not yet run);
-        ``hidden`` [n, H] are the final-norm states at the positions before the pending tokens. ``contexts`` must not
-        be changed. ``trees``: the shapes that will be drafted, where they are known before (empty: nowhere); heads that
-        look at drafted tokens follow those, and their likeliest guesses elsewhere."""
+        """Guesses for n sequences: ``contexts`` are their tokens so far, the last one *pending* (not yet run); ``rows``
+        of ``hidden`` [.., H] (None: all, in order) are the final-norm states at the positions before the pending
+        tokens. ``contexts`` must not be changed. ``trees``: the shapes that will be drafted, where they are known
+        before (empty: nowhere); heads that look at drafted tokens follow those, and elsewhere their likeliest guesses,
+        as far as these survive with a chance of ``least``."""
         ...

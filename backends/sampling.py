@@ -95,6 +95,8 @@ class Visit:
 
 def draw_tokens(runner: ModelRunner, logits: torch.Tensor, visits: SequenceOf[Visit]) -> list[int]:
     """One token for each visit from ``logits`` [R, V]; a row's token depends on that row and its visit only."""
+    if all(visit.params.greedy and visit.processor is None for visit in visits):
+        return runner.argmax(logits, [visit.row for visit in visits])
     tokens = [0] * len(visits)
     plain = [i for i, visit in enumerate(visits) if visit.processor is None]
     processed = [i for i, visit in enumerate(visits) if visit.processor is not None]

@@ -112,8 +112,9 @@ class Sequence:
         sampling = self.request.sampling
         return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
 
-    def accept(self, token: int, logits_row: torch.Tensor) -> bool:
-        """Append one verified token; True when it ends the answer (nothing after it may be appended)."""
+    def accept(self, token: int, logits: torch.Tensor, row: int) -> bool:
+        """Append one verified token, drawn from ``row`` of ``logits`` [R, V]; True when it ends the answer (nothing
+        after it may be appended)."""
         sampling = self.request.sampling
         self.tokens.append(token)
         self._unsent.append(token)
@@ -126,7 +127,7 @@ class Sequence:
         start = len(self.text.text)
         match = self.text.push(token, watch=may_stop)
         if sampling.logprobs is not None and (match is None or start < len(self.text.text)):
-            self.text.add_logprobs(start, self._logprobs(token, logits_row, sampling.logprobs))
+            self.text.add_logprobs(start, self._logprobs(token, logits[row], sampling.logprobs))
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
         elif self.num_generated >= sampling.max_tokens:

@@ -2,21 +2,25 @@
 
 As in :mod:`backends.bench`, contestants take turns on the same prompts in rotating order, and cells report medians over
 rounds. A ratio is the median of the ratios of runs that stood side by side in one round.
+
+A cell is a load that goes on: as soon as an answer ends, the next prompt takes its place, and the clock stops when none
+is left to do so. The end of a batch, where ever fewer requests are in flight, would be counted as a load that it isn't.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 from backends.bench import Cell, Run, decode, encode_prompt, machine
 from backends.bench_prompts import PROMPTS
-from backends.loading import EngineOptions, load_core
+from backends.loading import EngineOptions, LoadedCore, load_core
 from backends.tree import CandidateTree
-from backends.types import DecodingPlan
+from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 
 DEFAULT_TREE = "3x2x1"
 STATIC_TREES = ("1", "1x1", "2x1", "2x1x1", DEFAULT_TREE, "4x2x1x1")
@@ -24,7 +28,7 @@ STATIC_TREES = ("1", "1x1", "2x1", "2x1x1", DEFAULT_TREE, "4x2x1x1")
 
 @dataclass(frozen=True, slots=True)
 class SweepOptions:
-    """``least_prompts``: a round of a cell decodes as many prompts as are in flight, but no fewer than this."""
+    """``least_prompts``: in a round of a cell half as many prompts follow as are in flight, but no fewer than this."""
 
     engine: EngineOptions = field(default_factory=EngineOptions)
     classes: tuple[str, ...] = (*PROMPTS, "mixed")
@@ -56,14 +60,51 @@ def run_sweep(options: SweepOptions, progress: Callable[[str], object] = lambda 
     for turn in range(options.rounds):
         for cell in cells:
             pool = prompts[cell.name]
-            count = max(cell.concurrency, options.least_prompts)
+            count = cell.concurrency + max(cell.concurrency // 2, options.least_prompts)
             chosen = [pool[(turn * count + i) % len(pool)] for i in range(count)]
             for offset in range(len(names)):
                 name = names[(turn + offset) % len(names)]
-                cell.runs[name].append(decode(loaded, chosen, cell, options.max_tokens, turn, plans[name]))
+                cell.runs[name].append(sustain(loaded, chosen, cell, options.max_tokens, turn, plans[name]))
             speeds = " ".join(f"{name} {cell.runs[name][-1].tps:.0f}" for name in names)
             progress(f"round {turn + 1}: {cell.name} x{cell.concurrency} {speeds}")
     return {"machine": machine(loaded), "cells": [report_cell(cell) for cell in cells]}
+
+
+def sustain(
+    loaded: LoadedCore, prompts: Sequence[tuple[int, ...]], cell: Cell, max_tokens: int, seed: int, plan: DecodingPlan
+) -> Run:
+    """Tokens and time while ``cell.concurrency`` of the prompts are in flight; :class:`Run` without answers.
+
+    The first are at different points of their answers, as in a load that has gone on for a while: their prompts are
+    read before the clock starts, and each stops after another share of ``max_tokens``. Answers that are unfinished when
+    no prompt is left are given up: reading their prompts was in the time, as reading the first ones' was not.
+    """
+    core, waiting = loaded.core, list(enumerate(prompts))
+
+    def send(limit: int) -> None:
+        index, ids = waiting.pop(0)
+        sampling = SamplingParams(temperature=cell.temperature, seed=seed * 1000 + index, max_tokens=limit)
+        core.add(GenerationRequest(str(index), ids, sampling, plan))
+
+    # The longest first: prompts are read in turn, and none should end before all have begun.
+    for place in range(cell.concurrency, 0, -1):
+        send(-(-max_tokens * place // cell.concurrency))
+    reading, tokens, began = set(map(str, range(cell.concurrency))), 0, time.perf_counter()
+    ended = 0
+    while ended <= len(waiting):
+        for _ in range(ended):
+            send(max_tokens)
+        emitted = core.step()
+        ended = sum(chunk.finish_reason is not None for _, chunk in emitted)
+        if reading:
+            reading.difference_update(request_id for request_id, _ in emitted)
+            began = time.perf_counter()
+        else:
+            tokens += sum(len(chunk.token_ids) for _, chunk in emitted)
+    seconds = time.perf_counter() - began
+    for index in range(len(prompts)):
+        core.abort(str(index))
+    return Run(tokens, seconds, [])
 
 
 def report_cell(cell: Cell) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -144,9 +145,18 @@ class ScriptedHeads:
         self._rng = random.Random(seed)
         self.calls: list[tuple[torch.Tensor, list[list[int]]]] = []
 
-    def propose(self, hidden: torch.Tensor, contexts: list[list[int]], k: int, trees: Any = ()) -> list[Proposals]:
-        assert len(hidden) == len(contexts)
-        self.calls.append((hidden.clone(), [list(context) for context in contexts]))
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        contexts: list[list[int]],
+        k: int,
+        trees: Any = (),
+        *,
+        rows: Sequence[int],
+        least: float = 0.0,
+    ) -> list[Proposals]:
+        assert len(rows) == len(contexts)
+        self.calls.append((hidden[list(rows)], [list(context) for context in contexts]))
         return [self._guesses(self._rest(context), min(k, self._ranks)) for context in contexts]
 
     def _rest(self, context: list[int]) -> Sequence[int]:
@@ -311,8 +321,12 @@ def scratch_base(runner: ModelRunner) -> int:
 
 def chunk_batch(runner: ModelRunner, pages: Sequence[int], tokens: Sequence[int], start: int) -> StepBatch:
     """One chunk of one prompt of which every row's hidden state is wanted, as training or scoring would ask."""
-    from dataclasses import replace
-
     builder = BatchBuilder(scratch_base(runner))
     builder.add_chunk(pages, tokens, start, last_output=True)
-    return replace(builder.build(), out_row=np.arange(len(tokens), dtype=np.int32))
+    return with_every_row(builder.build())
+
+
+def with_every_row(batch: StepBatch) -> StepBatch:
+    """The same step, with the hidden state of every row wanted."""
+    memory = array("i", [*batch.memory[: batch.ends[-2]], *range(batch.rows)])
+    return StepBatch(memory, (*batch.ends[:-1], len(memory)))

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.batch import PAGE_SIZE, BatchBuilder, StepBatch
+from backends.batch import ARRAYS, PAGE_SIZE, BatchBuilder, StepBatch
 from tests.engine_helpers import path_rows, random_parents
 
 SCRATCH = 1000 * PAGE_SIZE
@@ -91,7 +91,7 @@ def test_rows_see_exactly_their_own_path_in_order(rng: random.Random, sequences:
     tails = np.diff(batch.tail_offsets)
     assert tails.min() >= 0
     assert tails.max() <= 31, "the kernels have room for two pages of tail"
-    assert {getattr(batch, name).dtype for name in StepBatch.__slots__} == {np.dtype(np.int32)}
+    assert {getattr(batch, name).dtype for name in ARRAYS} == {np.dtype(np.int32)}
 
 
 def test_a_root_that_fills_its_page_leaves_nodes_only_their_path() -> None:

@@ -72,6 +72,19 @@ def test_rows_cost_what_makes_up_for_the_steps_they_are_in() -> None:
     assert calibration.extra(4) == pytest.approx(2.0), "four milliseconds where the table has two"
 
 
+def test_the_price_of_a_row_is_told_by_steps_with_more_and_with_fewer() -> None:
+    """Without any vanilla step, and whatever the machine's mood does to all of them."""
+    calibration = Calibration()
+    for step in range(60):
+        nodes = step * 7 % 5
+        mood = 10.0 if step < 30 else 14.0
+        measured = 400.0 if step == 40 else mood + 0.6 * nodes
+        calibration.observe(
+            4, drafting=True, predicted_ms=11.0 + 0.3 * nodes, measured_ms=measured, vanilla_ms=10.0
+        )
+    assert calibration.extra(4) == pytest.approx(2.0, abs=0.4)
+
+
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.floats(0, 1e4), st.floats(0, 1e6)), max_size=50))
 def test_always_a_sane_factor(steps: list[tuple[int, bool, float, float]]) -> None:
     calibration = Calibration()

@@ -20,10 +20,12 @@ def test_time_is_linear_between_points_and_beyond_the_last(rows: int, expected: 
     assert COST.forward_ms(rows) == pytest.approx(expected)
 
 
-def test_a_step_adds_the_heads_of_those_that_draft() -> None:
-    assert COST.step_ms(8, 0) == pytest.approx(14.0)
-    assert COST.step_ms(8, 2) == pytest.approx(14.0 + 2.5)
-    assert StepCost(rows=((1, 5.0),)).step_ms(99, 7) == 5.0
+def test_heads_that_stop_early_cost_their_levels_only() -> None:
+    assert COST.levels_ms(lists=8, levels=4, heads=4) == pytest.approx(COST.heads_ms(2)) == pytest.approx(2.5)
+    assert COST.levels_ms(lists=2, levels=1, heads=4) == pytest.approx(COST.heads_ms(2) / 4)
+    assert COST.levels_ms(lists=6, levels=4, heads=4) == pytest.approx(2.25)
+    assert COST.levels_ms(lists=0, levels=0, heads=4) == 0.0
+    assert StepCost(rows=((1, 5.0),)).levels_ms(7, 1, 4) == 0.0
 
 
 @given(

@@ -579,7 +579,7 @@ class TestFaults:
 
     def test_heads_that_fail_leave_clean_books(self) -> None:
         class Broken(ScriptedHeads):
-            def propose(self, *arguments: Any) -> Any:
+            def propose(self, *arguments: Any, **options: Any) -> Any:
                 raise RuntimeError("heads are off")
 
         core, recorder = make_core(heads=Broken({})), Recorder()
@@ -630,7 +630,7 @@ class TestCounters:
         chain = DecodingPlan(num_heads=4, tree=CandidateTree.parse("1x1x1x1"))
         heads = ScriptedHeads({PROMPT: tokens}, hit_rate=1.0, ranks=1)
         found = decode([request("r", PROMPT, chain, max_tokens=21, ignore_eos=True)], heads=heads)["r"]
-        per_step = FLAT_COST.step_ms(5, 1)
+        per_step = FLAT_COST.forward_ms(5) + FLAT_COST.heads_ms(1)
         assert found.last.stats is not None
         assert found.last.stats.speedup_estimate == pytest.approx(5 * FLAT_COST.forward_ms(1) / per_step)
 

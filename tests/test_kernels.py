@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from tests.engine_helpers import (
     scratch_base,
     shared_runner,
     tiny_lm,
+    with_every_row,
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -59,7 +60,7 @@ def alone(runner: ModelRunner, tokens: tuple[int, ...]) -> torch.Tensor:
     """Hidden states of all tokens, run as one chunk with nobody else, in the pool's last pages."""
     count = -(-len(tokens) // PAGE_SIZE)
     pages = list(range(runner.num_pages - count, runner.num_pages))
-    return runner.forward(chunk_batch(runner, pages, tokens, 0))
+    return runner.forward(chunk_batch(runner, pages, tokens, 0)).clone()
 
 
 @every_runner
@@ -166,7 +167,7 @@ class Company:
         if not places:
             return
         batch = builder.build()
-        hidden = self.runner.forward(replace(batch, out_row=np.arange(batch.rows, dtype=np.int32)))
+        hidden = self.runner.forward(with_every_row(batch)).clone()
         self.seen += [Row(path, row) for path, row in zip(places, hidden, strict=True)]
 
     def check(self) -> None:
@@ -311,6 +312,31 @@ def test_proposals_do_not_depend_on_company(kind: str) -> None:
     for i, proposals in enumerate(together):
         [single] = bound.propose(hidden[i : i + 1], [[i]], 4)
         assert single.tokens.tolist() == proposals.tokens.tolist()
+
+
+@every_runner
+@pytest.mark.parametrize("sequential", [False, True])
+def test_heads_are_asked_for_some_rows(kind: str, sequential: bool) -> None:
+    runner = make_runner(kind, tiny_lm("llama"))
+    hidden = alone(runner, random_prompt(random.Random(8), 6, 6))
+    bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=sequential))
+    found = bound.propose(hidden, [[7], [9]], 4, rows=[5, 2])
+    expected = bound.propose(hidden[[5, 2]], [[7], [9]], 4)
+    assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
+
+
+@every_runner
+def test_heads_stop_where_nothing_is_likely_enough_to_be_followed(kind: str) -> None:
+    runner = make_runner(kind, tiny_lm("llama"))
+    hidden = alone(runner, random_prompt(random.Random(8), 6, 6))
+    bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=True))
+
+    def lists(least: float) -> list[tuple[int, int | None]]:
+        found = bound.propose(hidden, [[token] for token in range(6)], 4, least=least)
+        return [(len(each.tokens), each.levels) for each in found]
+
+    assert lists(1.1) == [(1, 1)] * 6
+    assert lists(0.0) == [(1 + 2 * (bound.num_heads - 1), bound.num_heads)] * 6
 
 
 SHAPE = CandidateTree.parse([[0], [1], [2], [0, 0], [0, 3], [2, 1], [0, 3, 0], [0, 3, 1], [2, 1, 4]])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from backends.follow import LEAST_SURVIVAL
 from backends.runner import ModelRunner, Proposals, best_tokens
 from backends.tree import CandidateTree
 
@@ -115,6 +116,10 @@ class TorchHeads:
         contexts: list[list[int]],
         k: int,
         trees: Sequence[CandidateTree | None] = (),
+        *,
+        rows: Sequence[int] | None = None,
+        least: float = LEAST_SURVIVAL,
     ) -> list[Proposals]:
-        tokens, probabilities = best_tokens(self.logits(hidden), k, self._token_ids)
+        states = hidden if rows is None else hidden[list(rows)]
+        tokens, probabilities = best_tokens(self.logits(states), k, self._token_ids)
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]

@@ -50,8 +50,8 @@ typedef struct {
 typedef struct {
     int32_t n, lists, k, width;
     float least;
-    int32_t rows;
-    const int32_t *pending, *planned, *plan_above, *plan_rank;
+    int32_t rows, levels;  // levels: that have run
+    const int32_t *row, *pending, *planned, *plan_above, *plan_rank;  // row [n]: of the states in `hidden`
     int32_t *tokens, *below;   // below [n, lists, k]: -1 for none
     float *probabilities, *survival;  // survival [n, lists]
     int32_t *count, *first;           // [n]: lists in use; first list of the present level
@@ -100,17 +100,19 @@ static void follow_begin(mg_follow *follow) {
         follow->count[s] = 1;
         follow->first[s] = 0;
         follow->survival[(long)s * follow->lists] = 1.0f;
-        follow->from[s] = s;
+        follow->from[s] = follow->row[s];
         follow->token[s] = follow->pending[s];
         follow->list[s] = s * follow->lists;
     }
     follow->rows = follow->n;
+    follow->levels = 0;
 }
 
 // Sets the rows of the next level; none when `more` is 0.
 static void follow_choose(mg_follow *follow, int more) {
     int row_above = 0, rows = 0;
     const int k = follow->k;
+    follow->levels++;
     for (int s = 0; more && s < follow->n; s++) {
         const int first = follow->first[s], end = follow->count[s];
         const long base = (long)s * follow->lists;

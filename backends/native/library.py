@@ -15,6 +15,8 @@ from pathlib import Path
 
 import platformdirs
 
+from backends.batch import ARRAYS
+
 SOURCES = ("kernels.c", "transformer.h", "int8.h", "simd.h", "team.h")
 # No contraction and no fast-math: an operation gives the same bits wherever the compiler places it.
 FLAGS = (
@@ -73,25 +75,11 @@ class Model(ctypes.Structure):
     ]
 
 
-BATCH_ARRAYS = (
-    "tokens",
-    "positions",
-    "slots",
-    "sequence",
-    "full_pages",
-    "tail_offsets",
-    "tail_slots",
-    "page_offsets",
-    "pages",
-    "out_row",
-)
-
-
 class Batch(ctypes.Structure):
     _fields_ = [
         ("rows", c_int32),
         ("out_rows", c_int32),
-        *((name, c_void_p) for name in BATCH_ARRAYS),
+        *((name, c_void_p) for name in ARRAYS),
     ]
 
 
@@ -128,7 +116,8 @@ class Follow(ctypes.Structure):
         *((name, c_int32) for name in ("n", "lists", "k", "width")),
         ("least", c_float),
         ("rows", c_int32),
-        *((name, c_void_p) for name in ("pending", *FOLLOW_PLANS, *FOLLOW_WRITTEN)),
+        ("levels", c_int32),
+        *((name, c_void_p) for name in ("row", "pending", *FOLLOW_PLANS, *FOLLOW_WRITTEN)),
     ]
 
 
@@ -211,7 +200,6 @@ def _bind(library: ctypes.CDLL) -> None:
 
 
 __all__ = [
-    "BATCH_ARRAYS",
     "FOLLOW_PLANS",
     "FOLLOW_WRITTEN",
     "Batch",

@@ -7,6 +7,7 @@ a sliding window, Qwen 2 and 3. :func:`unsupported_reason` says why another mode
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,7 +76,12 @@ def pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class NativeRunner:
-    """See :class:`backends.runner.ModelRunner`. Copies the weights of a transformers model, which may then be freed."""
+    """See :class:`backends.runner.ModelRunner`. Copies the weights of a transformers model, which may then be freed.
+
+    Between two calls the weights have swept everything else out of the caches, so a torch or numpy operation that takes
+    a microsecond elsewhere takes twenty to a hundred here. Hence buffers and views of them that are made once, and
+    arrays of the standard library.
+    """
 
     kind = "native"
 
@@ -103,8 +109,10 @@ class NativeRunner:
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(max_context)[None])
         self.embeddings: torch.Tensor = model.model.embed_tokens.weight.detach().contiguous()
         self._lm_head = self.arena.keep(pack(model.lm_head.weight.detach()))
+        self._lm_head_address = self._lm_head.data_ptr()
         self._vocab_padded = self._lm_head.shape[0] * LANES
-        self._logits = torch.empty(0, self._vocab_padded)
+        self._hidden = _Buffer(max_rows, self.hidden_size, self.hidden_size, self.dtype)
+        self._logits = _Buffer(0, self._vocab_padded, self.vocab_size, torch.float32)
         self._k_pool, self._v_pool = (zeros(pool, self.dtype) for _ in range(2))
         self._layers = layers
         self._model = lib.Model(
@@ -140,67 +148,63 @@ class NativeRunner:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if batch.rows > self.max_rows:
             raise ValueError(f"{batch.rows} rows in a step of at most {self.max_rows}")
-        hidden = torch.empty(len(batch.out_row), self.hidden_size, dtype=self.dtype)
-        pointers = {name: getattr(batch, name).ctypes.data for name in lib.BATCH_ARRAYS}
-        rows = lib.Batch(rows=batch.rows, out_rows=len(batch.out_row), **pointers)
-        self._lib.mg_forward(self._pool, self._model, rows, self._workspace, hidden.data_ptr())
-        return hidden
+        first, _ = batch.memory.buffer_info()
+        starts = (first, *(first + 4 * end for end in batch.ends[:-1]))
+        rows = lib.Batch(batch.rows, batch.outputs, *starts)
+        self._lib.mg_forward(self._pool, self._model, rows, self._workspace, self._hidden.address)
+        return self._hidden.rows(batch.outputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if len(hidden) > len(self._logits):
-            self._logits = torch.empty(max(len(hidden), 2 * len(self._logits)), self._vocab_padded)
-        out = self._logits[: len(hidden), : self.vocab_size]
+        count = hidden.shape[0]
+        if count > self._logits.size:
+            size = max(count, 2 * self._logits.size)
+            self._logits = _Buffer(size, self._vocab_padded, self.vocab_size, torch.float32)
         self._lib.mg_project(
             self._pool,
             self._is_bf16,
             hidden.data_ptr(),
-            len(hidden),
+            count,
             self.hidden_size,
-            self._lm_head.data_ptr(),
+            self._lm_head_address,
             self._vocab_padded // LANES,
-            out.data_ptr(),
+            self._logits.address,
         )
-        return out
+        return self._logits.rows(count)
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         if source:
-            pair = np.array([source, target], dtype=np.int32)
-            self._lib.mg_copy_slots(self._model, pair[0].ctypes.data, pair[1].ctypes.data, len(source))
+            pair = array("i", [*source, *target])
+            first, _ = pair.buffer_info()
+            self._lib.mg_copy_slots(self._model, first, first + 4 * len(source), len(source))
 
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        index = np.array(rows, dtype=np.int32)
-        out = np.empty(len(rows), dtype=np.int32)
-        self._lib.mg_argmax(
-            self._pool,
-            logits.data_ptr(),
-            index.ctypes.data,
-            len(rows),
-            logits.stride(0),
-            logits.shape[1],
-            out.ctypes.data,
-        )
-        return out.tolist()
+        index = array("i", [*rows, *rows])
+        first, _ = index.buffer_info()
+        address, stride = self._logits.layout(logits)
+        self._lib.mg_argmax(self._pool, address, first, len(rows), stride, self.vocab_size, first + 4 * len(rows))
+        return index[len(rows) :].tolist()
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
-        index = np.array(rows, dtype=np.int32)
-        out = np.empty(len(rows), dtype=np.int32)
+        index = array("i", [*rows, *rows])
+        first, _ = index.buffer_info()
+        address, stride = self._logits.layout(logits)
         failed = self._lib.mg_sample(
             self._pool,
-            logits.data_ptr(),
-            index.ctypes.data,
+            address,
+            first,
             len(rows),
-            logits.stride(0),
-            logits.shape[1],
+            stride,
+            self.vocab_size,
             params.temperature.ctypes.data,
             params.top_k.ctypes.data,
             params.top_p.ctypes.data,
             params.min_p.ctypes.data,
             params.uniform.ctypes.data,
-            out.ctypes.data,
+            first + 4 * len(rows),
         )
         if failed:
             raise MemoryError("no memory to sample")
-        return out.tolist()
+        return index[len(rows) :].tolist()
 
     def bind_heads(self, heads: MedusaHeads) -> NativeHeads:
         return NativeHeads(self, heads)
@@ -232,6 +236,30 @@ class NativeRunner:
             q_norm=None if norms[0] is None else self._float(norms[0].weight),
             k_norm=None if norms[1] is None else self._float(norms[1].weight),
         )
+
+
+class _Buffer:
+    """Rows that every call writes again; views of them are made once."""
+
+    def __init__(self, size: int, stride: int, columns: int, dtype: torch.dtype) -> None:
+        self.size, self.stride = size, stride
+        self._memory = torch.empty(size, stride, dtype=dtype)
+        self._columns = columns
+        self.address = self._memory.data_ptr()
+        self._views: dict[int, torch.Tensor] = {}
+        self._last: torch.Tensor | None = None
+
+    def rows(self, count: int) -> torch.Tensor:
+        """The first ``count`` rows."""
+        view = self._views.get(count)
+        if view is None:
+            view = self._views[count] = self._memory[:count, : self._columns]
+        self._last = view
+        return view
+
+    def layout(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Address and elements from row to row of a tensor [R, columns], most often the rows given last."""
+        return (self.address, self.stride) if tensor is self._last else (tensor.data_ptr(), tensor.stride(0))
 
 
 class NativeHeads:
@@ -299,16 +327,21 @@ class NativeHeads:
         contexts: list[list[int]],
         k: int,
         trees: Sequence[CandidateTree | None] = (),
+        *,
+        rows: Sequence[int] | None = None,
+        least: float = LEAST_SURVIVAL,
     ) -> list[Proposals]:
         if self._heads.sequential:
-            return self._follow(hidden, contexts, k, trees)
+            return self._follow(hidden, range(len(contexts)) if rows is None else rows, contexts, k, trees, least)
+        if rows is not None:
+            hidden = hidden[list(rows)]
         runner, n = self._runner, len(contexts)
         pending = [context[-1] for context in contexts]
         k = min(k, MAX_RANKS, len(self._draft_ids))
         hidden = hidden.contiguous()
         block_input = self._heads.block_input(hidden, runner.embeddings[pending]).contiguous()
-        rows = self.num_heads * n
-        logits = torch.empty(rows, self._vocab_padded, dtype=torch.float32)
+        count = self.num_heads * n
+        logits = torch.empty(count, self._vocab_padded, dtype=torch.float32)
         if runner._lib.mg_heads_logits(
             runner._pool,
             ctypes.byref(self._struct),
@@ -323,7 +356,7 @@ class NativeHeads:
         runner._lib.mg_top_k(
             runner._pool,
             logits.data_ptr(),
-            rows,
+            count,
             self._vocab_padded,
             len(self._draft_ids),
             k,
@@ -334,10 +367,16 @@ class NativeHeads:
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(n)]
 
     def _follow(
-        self, hidden: torch.Tensor, contexts: list[list[int]], k: int, trees: Sequence[CandidateTree | None]
+        self,
+        hidden: torch.Tensor,
+        rows: Sequence[int],
+        contexts: list[list[int]],
+        k: int,
+        trees: Sequence[CandidateTree | None],
+        least: float,
     ) -> list[Proposals]:
         runner, n = self._runner, len(contexts)
-        k = min(k, MAX_RANKS, len(self._draft_ids))
+        k = min(k, MAX_RANKS, self._struct.draft_vocab)
         hidden = hidden.contiguous()
         plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
         width, lists = WIDTH, 1 + WIDTH * (self.num_heads - 1)
@@ -351,18 +390,20 @@ class NativeHeads:
         first, pointers = memory.ctypes.data, {}
         for name, size in zip(lib.FOLLOW_WRITTEN, sizes, strict=True):
             pointers[name], first = first, first + 4 * size
-        pending = np.array([context[-1] for context in contexts], dtype=np.int32)
+        given = array("i", [*rows, *(context[-1] for context in contexts)])
         if plans:
-            plan_above, plan_rank = np.zeros((2, n, lists), dtype=np.int32)
-            planned = np.zeros(n, dtype=np.int32)
-            for i, plan in plans.items():
-                planned[i] = plan.lists
-                plan_above[i, 1 : plan.lists] = plan.above
-                plan_rank[i, 1 : plan.lists] = plan.ranks
-            given = (planned, plan_above, plan_rank)
-            pointers |= {name: array.ctypes.data for name, array in zip(lib.FOLLOW_PLANS, given, strict=True)}
+            given.extend(plans[i].lists if i in plans else 0 for i in range(n))
+            for part in ("above", "ranks"):
+                for i in range(n):
+                    named = (0, *getattr(plans[i], part)) if i in plans else ()
+                    given.extend((*named, *[0] * (lists - len(named))))
+        of_rows, _ = given.buffer_info()
+        if plans:
+            planned = of_rows + 8 * n
+            of_plans = (planned, planned + 4 * n, planned + 4 * n * (1 + lists))
+            pointers |= zip(lib.FOLLOW_PLANS, of_plans, strict=True)
         follow = lib.Follow(
-            n=n, lists=lists, k=k, width=WIDTH, least=LEAST_SURVIVAL, pending=pending.ctypes.data, **pointers
+            n=n, lists=lists, k=k, width=WIDTH, least=least, row=of_rows, pending=of_rows + 4 * n, **pointers
         )
         if runner._lib.mg_heads_follow(
             runner._pool, ctypes.byref(self._struct), ctypes.byref(follow), hidden.data_ptr(), n * width
@@ -371,4 +412,8 @@ class NativeHeads:
         tokens, below = memory[: 2 * guesses].reshape(2, n, lists, k)
         probabilities = memory[2 * guesses : 3 * guesses].view(np.float32).reshape(n, lists, k)
         count = memory[3 * guesses + n * lists :][:n].tolist()
-        return [Proposals(tokens[i, :used], probabilities[i, :used], below[i, :used]) for i, used in enumerate(count)]
+        levels: int = follow.levels
+        return [
+            Proposals(tokens[i, :used], probabilities[i, :used], below[i, :used], levels)
+            for i, used in enumerate(count)
+        ]
