@@ -7,12 +7,9 @@ the batch is large, or the heads are unsure, that is none, which is vanilla deco
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
-
-import numpy as np
 
 from backends.cost import StepCost
 from backends.follow import LEAST_SURVIVAL
@@ -116,21 +113,16 @@ def plan_drafts(
             room -= len(drafts[key].tokens)
     nodes = sum(len(draft.tokens) for draft in drafts.values())
     base_tokens = sequences + soon + sum(draft.expected for draft in drafts.values())
-    searches = {key: _Search(request) for key, request in planned.items()}
     base_ms = cost.decode_ms(sequences + soon, nodes, other_rows)
-
-    def step_ms(more: int, base_rows: int = sequences + other_rows + nodes) -> float:
-        return base_ms + (cost.forward_ms(base_rows + more) - cost.forward_ms(base_rows)) * extra
-
-    order = _best_first(searches, base_tokens, room, step_ms)
+    order = _best_first(planned, base_tokens, room, cost, base_ms, sequences + other_rows + nodes, extra)
     for key in planned:
         drafts[key] = Draft()
-    for key, node in order:
-        draft = drafts[key]
+    for node in order:
+        draft = drafts[node.key]
         draft.tokens.append(node.token)
         draft.parents.append(node.parent_row)
         draft.expected += node.survival
-        if searches[key].from_lookup(node):
+        if node.from_lookup:
             draft.from_lookup.add(len(draft.tokens))
         else:
             draft.expected_of_heads += node.survival
@@ -159,13 +151,13 @@ def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, 
 
 
 class _Node(NamedTuple):
-    survival: float
-    depth: int
-    siblings: int  # the list of guesses it comes from
-    rank: int
+    """A node that is worth taking; its row is one more than the number of its sequence's nodes before it."""
+
+    key: int
     token: int
     parent_row: int
-    above: float  # survival of the parent
+    survival: float
+    from_lookup: bool
 
 
 class _Guesses(NamedTuple):
@@ -179,51 +171,34 @@ class _Guesses(NamedTuple):
 _NO_GUESSES = _Guesses([], [], [])
 
 
-class _Search:
-    """Best-first enumeration of one sequence's nodes; :meth:`take` opens the next sibling and the first child.
+class _Lists:
+    """One sequence's lists of guesses, unpacked when they are first looked at: of many sequences few nodes are taken.
 
-    Lists of guesses are unpacked when they are first looked at: of many sequences few nodes are taken.
+    ``taken`` counts the nodes.
     """
 
-    __slots__ = ("_depth", "_lists", "_looked_up", "_nodes", "_proposals", "_trust", "taken")
+    __slots__ = ("_lists", "_looked_up", "_proposals", "_trust", "depth", "nodes", "taken")
 
     def __init__(self, request: DraftRequest) -> None:
         self._proposals, self._trust = request.proposals, request.trust
         self._lists: dict[int, _Guesses] = {}
-        self._depth = request.max_depth
-        self._nodes = request.max_nodes
+        self.depth, self.nodes, self.taken = request.max_depth, request.max_nodes, 0
         self._looked_up: dict[int, int] = {}  # list of guesses -> the token that was looked up
-        self.taken = 0
         if request.lookup is not None:
             self._join(request.lookup, request.max_depth if request.longest is None else request.longest)
 
-    def first(self) -> _Node | None:
-        if self._nodes <= 0 or self._depth <= 0:
-            return None
-        if self._lists or self._proposals is None:
-            return self._node(1, 0, 0, 0, 1.0)
-        survival = min(self._proposals.probabilities.item(0) * self._trust, 1.0)
-        return _Node(survival, 1, 0, 0, self._proposals.tokens.item(0), 0, 1.0) if survival > 0.0 else None
+    def first(self, depth: int, index: int) -> float:
+        """The probability of a list's best guess; 0 where there is none, or ``depth`` is too deep for it."""
+        if depth > self.depth or self._proposals is None or self._looked_up:
+            guesses = self.guesses(index)
+            deep_enough = depth <= self.depth or (guesses.tokens and self.from_lookup(index, guesses.tokens[0]))
+            return guesses.probabilities[0] if guesses.tokens and deep_enough else 0.0
+        return min(self._proposals.probabilities.item(index, 0) * self._trust, 1.0)
 
-    @property
-    def full(self) -> bool:
-        return self.taken >= self._nodes
+    def from_lookup(self, index: int, token: int) -> bool:
+        return self._looked_up.get(index) == token
 
-    def take(self, node: _Node) -> list[_Node]:
-        self.taken += 1
-        if self.full:
-            return []
-        below = self._guesses(node.siblings).below[node.rank]
-        opened = (
-            self._node(node.depth, node.siblings, node.rank + 1, node.parent_row, node.above),
-            self._node(node.depth + 1, below, 0, self.taken, node.survival),
-        )
-        return [found for found in opened if found is not None]
-
-    def from_lookup(self, node: _Node) -> bool:
-        return self._looked_up.get(node.siblings) == node.token
-
-    def _guesses(self, index: int) -> _Guesses:
+    def guesses(self, index: int) -> _Guesses:
         found = self._lists.get(index)
         if found is None:
             found = self._lists[index] = self._unpacked(index)
@@ -233,10 +208,10 @@ class _Search:
         proposals = self._proposals
         if proposals is None or not 0 <= index < len(proposals.tokens):
             return _NO_GUESSES
-        probabilities = proposals.probabilities[index]
+        probabilities = proposals.probabilities[index].tolist()
         if self._trust != 1.0:
-            probabilities = np.minimum(probabilities * self._trust, 1.0)
-        return _Guesses(proposals.tokens[index].tolist(), probabilities.tolist(), proposals.following(index))
+            probabilities = [min(p * self._trust, 1.0) for p in probabilities]
+        return _Guesses(proposals.tokens[index].tolist(), probabilities, proposals.following(index))
 
     def _join(self, lookup: Continuation, longest: int) -> None:
         """Put the looked-up tokens among the heads' guesses, each in a list of its own path."""
@@ -245,7 +220,7 @@ class _Search:
         for depth, (token, chance) in enumerate(zip(lookup.tokens, lookup.chances, strict=True)):
             if depth >= longest:
                 return
-            heads = self._guesses(heads_list) if depth < self._depth else _NO_GUESSES
+            heads = self.guesses(heads_list) if depth < self.depth else _NO_GUESSES
             guesses = list(zip(*heads, strict=True))
             known = next((guess for guess in guesses if guess[0] == token), (token, 0.0, -1))
             if known[1] < chance:
@@ -262,50 +237,70 @@ class _Search:
             index, heads_list = fresh, known[2]
             self._lists[index] = _NO_GUESSES
 
-    def _node(self, depth: int, siblings: int, rank: int, parent_row: int, above: float) -> _Node | None:
-        if siblings < 0:
-            return None
-        guesses = self._guesses(siblings)
-        if rank >= len(guesses.tokens):
-            return None
-        token = guesses.tokens[rank]
-        if depth > self._depth and self._looked_up.get(siblings) != token:
-            return None
-        survival = above * guesses.probabilities[rank]
-        if survival <= 0.0:
-            return None
-        return _Node(survival, depth, siblings, rank, token, parent_row, above)
-
 
 # A dip in the ratio may only be a step in the cost table, so the search goes on a little past the best point.
 _GIVE_UP = 0.93
 
 
 def _best_first(
-    searches: dict[int, _Search], base_tokens: float, room: int, step_ms: Callable[[int], float]
-) -> list[tuple[int, _Node]]:
-    """``step_ms``: what the step takes with so many nodes."""
-    heap: list[tuple[float, int, int, int, _Node]] = []
-    for key, search in searches.items():
-        node = search.first()
-        if node is not None:
-            heap.append((-node.survival, node.depth, key, 0, node))
-    heapify(heap)
-    order: list[tuple[int, _Node]] = []
-    tokens, serial = base_tokens, 0
-    best_ratio, best_count = tokens / step_ms(0), 0
-    while heap and len(order) < room:
-        _, _, key, _, node = heappop(heap)
-        if searches[key].full:
+    requests: dict[int, DraftRequest],
+    base_tokens: float,
+    room: int,
+    cost: StepCost,
+    base_ms: float,
+    base_rows: int,
+    extra: float,
+) -> list[_Node]:
+    """The nodes that maximise tokens per millisecond, each after its parent and its better siblings.
+
+    Taking a guess opens its next sibling and the first guess below it. Plain tuples and one loop: this runs in every
+    step, for all sequences.
+    """
+    # (-survival, depth, key, serial, list, rank, parent row, survival of the parent)
+    heap: list[tuple[float, int, int, int, int, int, int, float]] = []
+    lists: dict[int, _Lists] = {}
+    for key, request in requests.items():
+        if request.max_nodes <= 0 or request.max_depth <= 0:
             continue
-        order.append((key, node))
-        tokens += node.survival
-        ratio = tokens / step_ms(len(order))
+        if request.lookup is None and request.proposals is not None:
+            survival = min(request.proposals.probabilities.item(0) * request.trust, 1.0)
+        else:
+            lists[key] = _Lists(request)
+            survival = lists[key].first(1, 0)
+        if survival > 0.0:
+            heap.append((-survival, 1, key, 0, 0, 0, 0, 1.0))
+    heapify(heap)
+    order: list[_Node] = []
+    forward_ms, base_forward_ms = cost.forward_ms, cost.forward_ms(base_rows)
+    tokens, serial = base_tokens, 0
+    best_ratio, best_count = tokens / base_ms, 0
+    while heap and len(order) < room:
+        negative, depth, key, _, index, rank, parent_row, above = heappop(heap)
+        found = lists.get(key)
+        if found is None:
+            found = lists[key] = _Lists(requests[key])
+        if found.taken >= found.nodes:
+            continue
+        survival, (siblings, probabilities, below) = -negative, found.guesses(index)
+        order.append(_Node(key, siblings[rank], parent_row, survival, found.from_lookup(index, siblings[rank])))
+        tokens += survival
+        ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * extra)
         if ratio > best_ratio:
             best_ratio, best_count = ratio, len(order)
         elif ratio < best_ratio * _GIVE_UP:
             break
-        for opened in searches[key].take(node):
-            serial += 1
-            heappush(heap, (-opened.survival, opened.depth, key, serial, opened))
+        found.taken += 1
+        if found.taken >= found.nodes:
+            continue
+        serial += 2
+        rank += 1
+        if rank < len(siblings) and (depth <= found.depth or found.from_lookup(index, siblings[rank])):
+            sibling = above * probabilities[rank]
+            if sibling > 0.0:
+                heappush(heap, (-sibling, depth, key, serial, index, rank, parent_row, above))
+        following = below[rank - 1]
+        if following >= 0:
+            child = survival * found.first(depth + 1, following)
+            if child > 0.0:
+                heappush(heap, (-child, depth + 1, key, serial + 1, following, 0, found.taken, survival))
     return order[:best_count]
