@@ -63,11 +63,12 @@ def _count_hits(counters: DecodeCounters, emitted: list[int], proposals: Proposa
             return
         if head == len(counters.attempts):
             counters.attempts.append(0)
-            counters.hits.append([0] * proposals.tokens.shape[1])
+            counters.hits.append([0] * proposals.k)
         counters.attempts[head] += 1
-        guesses = proposals.tokens[siblings].tolist()
+        guesses = proposals.tokens_of(siblings)
         rank = guesses.index(token) if token in guesses else None
         if rank is not None:
             counters.hits[head][rank] += 1
         # A list that follows every guess follows a missed one too.
-        siblings = proposals.following(siblings)[rank or 0] if rank is not None or proposals.below is None else -1
+        follows_any = rank is not None or not proposals.look_ahead
+        siblings = proposals.following(siblings)[rank or 0] if follows_any else -1

@@ -61,9 +61,8 @@ class DraftRequest:
 def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
     """The operator's or client's own tree, cut to what the step has room for and the request can still use."""
     assert request.tree is not None and request.proposals is not None
-    ranks = request.proposals.tokens.shape[1]
+    proposals, ranks = request.proposals, request.proposals.k
     draft = Draft()
-    tokens, probabilities = request.proposals.tokens, request.proposals.probabilities
     # Of the nodes taken: row, survival, and the list of guesses below.
     taken: dict[tuple[int, ...], tuple[int, float, int]] = {(): (0, 1.0, 0)}
     for path in request.tree.nodes:
@@ -75,12 +74,12 @@ def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
         parent, survival, siblings = above
         if siblings < 0:
             continue
-        draft.tokens.append(int(tokens[siblings, rank]))
+        draft.tokens.append(proposals.tokens_of(siblings)[rank])
         draft.parents.append(parent)
-        survival *= float(probabilities[siblings, rank])
+        survival *= proposals.probabilities_of(siblings)[rank]
         draft.expected += survival
         draft.expected_of_heads += survival
-        taken[path] = (len(draft.tokens), survival, request.proposals.following(siblings)[rank])
+        taken[path] = (len(draft.tokens), survival, proposals.following(siblings)[rank])
     return draft
 
 
@@ -193,7 +192,7 @@ class _Lists:
             guesses = self.guesses(index)
             deep_enough = depth <= self.depth or (guesses.tokens and self.from_lookup(index, guesses.tokens[0]))
             return guesses.probabilities[0] if guesses.tokens and deep_enough else 0.0
-        return min(self._proposals.probabilities.item(index, 0) * self._trust, 1.0)
+        return min(self._proposals.best_probability(index) * self._trust, 1.0)
 
     def from_lookup(self, index: int, token: int) -> bool:
         return self._looked_up.get(index) == token
@@ -206,16 +205,16 @@ class _Lists:
 
     def _unpacked(self, index: int) -> _Guesses:
         proposals = self._proposals
-        if proposals is None or not 0 <= index < len(proposals.tokens):
+        if proposals is None or not 0 <= index < proposals.lists:
             return _NO_GUESSES
-        probabilities = proposals.probabilities[index].tolist()
+        probabilities = proposals.probabilities_of(index)
         if self._trust != 1.0:
             probabilities = [min(p * self._trust, 1.0) for p in probabilities]
-        return _Guesses(proposals.tokens[index].tolist(), probabilities, proposals.following(index))
+        return _Guesses(proposals.tokens_of(index), probabilities, proposals.following(index))
 
     def _join(self, lookup: Continuation, longest: int) -> None:
         """Put the looked-up tokens among the heads' guesses, each in a list of its own path."""
-        fresh = 0 if self._proposals is None else len(self._proposals.tokens)
+        fresh = 0 if self._proposals is None else self._proposals.lists
         index, heads_list = 0, 0
         for depth, (token, chance) in enumerate(zip(lookup.tokens, lookup.chances, strict=True)):
             if depth >= longest:
@@ -263,7 +262,7 @@ def _best_first(
         if request.max_nodes <= 0 or request.max_depth <= 0:
             continue
         if request.lookup is None and request.proposals is not None:
-            survival = min(request.proposals.probabilities.item(0) * request.trust, 1.0)
+            survival = min(request.proposals.best_probability(0) * request.trust, 1.0)
         else:
             lists[key] = _Lists(request)
             survival = lists[key].first(1, 0)

@@ -427,7 +427,7 @@ class EngineCore:
         if not proposals or self.heads is None:
             return 0.0
         levels = max(self.heads.num_heads if found.levels is None else found.levels for found in proposals)
-        return self.cost.levels_ms(sum(len(found.tokens) for found in proposals), levels, self.heads.num_heads)
+        return self.cost.levels_ms(sum(found.lists for found in proposals), levels, self.heads.num_heads)
 
     def _propose(self, step: _Step, results: list[AcceptResult], hidden: torch.Tensor) -> list[Proposals]:
         """Run the heads where the next step may use them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,27 +16,83 @@ from backends.follow import LEAST_SURVIVAL
 from backends.tree import CandidateTree
 
 
-@dataclass(frozen=True, slots=True)
 class Proposals:
-    """The heads' best guesses for one sequence, as lists of siblings.
+    """The heads' best guesses for one sequence, as lists of siblings, best first.
 
     ``tokens`` [lists, k] int, ``probabilities`` [lists, k] float; list 0 follows the pending token. ``below``
     [lists, k] int: the list that follows a guess, -1 for none. None: the heads don't look at drafted tokens, so there
     is one list for each head, and it follows whatever the head before guessed. ``levels``: heads that have run; None:
     all.
+
+    Kept in arrays of the standard library: every step reads a few short rows, and right after a forward numpy's code
+    has to be fetched from memory first.
     """
 
-    tokens: NDArray[np.int32]
-    probabilities: NDArray[np.float32]
-    below: NDArray[np.int32] | None = None
-    levels: int | None = None
+    __slots__ = ("_below", "_probabilities", "_tokens", "k", "levels", "lists")
+
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        probabilities: NDArray[np.float32],
+        below: NDArray[np.int32] | None = None,
+        levels: int | None = None,
+    ) -> None:
+        rows = array("i", below.astype(np.int32).tobytes()) if below is not None else None
+        self._set(
+            array("i", tokens.astype(np.int32).tobytes()),
+            array("f", probabilities.astype(np.float32).tobytes()),
+            rows,
+            tokens.shape[1],
+            levels,
+        )
+
+    @classmethod
+    def of_memory(
+        cls, tokens: array[int], probabilities: array[float], below: array[int], k: int, levels: int
+    ) -> Proposals:
+        """From rows of ``k`` one behind the other: C ints and floats."""
+        found = cls.__new__(cls)
+        found._set(tokens, probabilities, below, k, levels)
+        return found
+
+    def _set(
+        self, tokens: array[int], probabilities: array[float], below: array[int] | None, k: int, levels: int | None
+    ) -> None:
+        self._tokens, self._probabilities, self._below = tokens, probabilities, below
+        self.k, self.lists, self.levels = k, len(tokens) // k, levels
+
+    def tokens_of(self, index: int) -> list[int]:
+        """One list's guesses."""
+        return self._tokens[index * self.k : (index + 1) * self.k].tolist()
+
+    def probabilities_of(self, index: int) -> list[float]:
+        return self._probabilities[index * self.k : (index + 1) * self.k].tolist()
+
+    def best_probability(self, index: int) -> float:
+        return self._probabilities[index * self.k]
 
     def following(self, index: int) -> list[int]:
         """``below`` of one list, whatever the heads."""
-        if self.below is not None:
-            return self.below[index].tolist()
-        lists, k = self.tokens.shape
-        return [index + 1 if index + 1 < lists else -1] * k
+        if self._below is not None:
+            return self._below[index * self.k : (index + 1) * self.k].tolist()
+        return [index + 1 if index + 1 < self.lists else -1] * self.k
+
+    @property
+    def look_ahead(self) -> bool:
+        """Whether a list follows one guess, not all of the list above it."""
+        return self._below is not None
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        return np.array(self._tokens, np.int32).reshape(self.lists, self.k)
+
+    @property
+    def probabilities(self) -> NDArray[np.float32]:
+        return np.array(self._probabilities, np.float32).reshape(self.lists, self.k)
+
+    @property
+    def below(self) -> NDArray[np.int32] | None:
+        return None if self._below is None else np.array(self._below, np.int32).reshape(self.lists, self.k)
 
 
 def best_guesses(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

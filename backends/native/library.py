@@ -107,7 +107,7 @@ class Heads(ctypes.Structure):
     ]
 
 
-FOLLOW_PLANS = ("planned", "plan_above", "plan_rank")
+FOLLOW_GIVEN = ("row", "pending", "planned", "plan_above", "plan_rank")
 FOLLOW_WRITTEN = ("tokens", "below", "probabilities", "survival", "count", "first", "from", "token", "list")
 
 
@@ -117,7 +117,7 @@ class Follow(ctypes.Structure):
         ("least", c_float),
         ("rows", c_int32),
         ("levels", c_int32),
-        *((name, c_void_p) for name in ("row", "pending", *FOLLOW_PLANS, *FOLLOW_WRITTEN)),
+        *((name, c_void_p) for name in (*FOLLOW_GIVEN, *FOLLOW_WRITTEN)),
     ]
 
 
@@ -200,8 +200,6 @@ def _bind(library: ctypes.CDLL) -> None:
 
 
 __all__ = [
-    "FOLLOW_PLANS",
-    "FOLLOW_WRITTEN",
     "Batch",
     "Follow",
     "Heads",

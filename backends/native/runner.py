@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -382,14 +383,6 @@ class NativeHeads:
         width, lists = WIDTH, 1 + WIDTH * (self.num_heads - 1)
         for plan in plans.values():
             width, lists = max(width, plan.widest), max(lists, plan.lists)
-        # One allocation for all that the kernel writes, which it sets up itself: between two steps the caches hold
-        # weights, and every array made here would cost more than its size says.
-        guesses = n * lists * k
-        sizes = (guesses, guesses, guesses, n * lists, n, n, n * width, n * width, n * width)
-        memory = np.empty(sum(sizes), dtype=np.int32)
-        first, pointers = memory.ctypes.data, {}
-        for name, size in zip(lib.FOLLOW_WRITTEN, sizes, strict=True):
-            pointers[name], first = first, first + 4 * size
         given = array("i", [*rows, *(context[-1] for context in contexts)])
         if plans:
             given.extend(plans[i].lists if i in plans else 0 for i in range(n))
@@ -398,22 +391,27 @@ class NativeHeads:
                     named = (0, *getattr(plans[i], part)) if i in plans else ()
                     given.extend((*named, *[0] * (lists - len(named))))
         of_rows, _ = given.buffer_info()
-        if plans:
-            planned = of_rows + 8 * n
-            of_plans = (planned, planned + 4 * n, planned + 4 * n * (1 + lists))
-            pointers |= zip(lib.FOLLOW_PLANS, of_plans, strict=True)
+        planned = of_rows + 8 * n
+        of_plans = (planned, planned + 4 * n, planned + 4 * n * (1 + lists)) if plans else (None, None, None)
+        # What the kernel writes: guesses and the lists below them, then what it keeps for each sequence and row.
+        guesses = n * lists * k
+        sizes = (guesses, guesses, n, n, n * width, n * width, n * width)
+        integers, floats = array("i", bytes(4 * sum(sizes))), array("f", bytes(4 * (guesses + n * lists)))
+        (of_integers, _), (of_floats, _) = integers.buffer_info(), floats.buffer_info()
+        tokens, below, *kept = (of_integers + 4 * start for start in accumulate(sizes[:-1], initial=0))
         follow = lib.Follow(
-            n=n, lists=lists, k=k, width=WIDTH, least=least, row=of_rows, pending=of_rows + 4 * n, **pointers
+            *(n, lists, k, WIDTH, least, 0, 0, of_rows, of_rows + 4 * n, *of_plans),
+            *(tokens, below, of_floats, of_floats + 4 * guesses, *kept),
         )
         if runner._lib.mg_heads_follow(
             runner._pool, ctypes.byref(self._struct), ctypes.byref(follow), hidden.data_ptr(), n * width
         ):
             raise MemoryError("no memory for the heads")
-        tokens, below = memory[: 2 * guesses].reshape(2, n, lists, k)
-        probabilities = memory[2 * guesses : 3 * guesses].view(np.float32).reshape(n, lists, k)
-        count = memory[3 * guesses + n * lists :][:n].tolist()
         levels: int = follow.levels
-        return [
-            Proposals(tokens[i, :used], probabilities[i, :used], below[i, :used], levels)
-            for i, used in enumerate(count)
-        ]
+        found = []
+        for i, used in enumerate(integers[2 * guesses : 2 * guesses + n]):
+            begin = i * lists * k
+            end = begin + used * k
+            following = integers[guesses + begin : guesses + end]
+            found.append(Proposals.of_memory(integers[begin:end], floats[begin:end], following, k, levels))
+        return found
