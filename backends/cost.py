@@ -64,9 +64,8 @@ def measure_runs(
 ) -> dict[int, list[float]]:
     """Milliseconds of every ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only.
 
-    In each of the ``repeats`` turns of a size, ``burst`` runs are timed after ``warm_up`` others: a processor that has
-    just worked hard is slower for a while, and steps of one row between steps of sixteen took a third longer than
-    among their like. ``before`` each timed run: what leaves the caches as they are in service.
+    In each of the ``repeats`` turns of a size, ``burst`` runs are timed after ``warm_up`` others, as in service a step
+    most often follows its like. ``before`` each timed run: what leaves the caches as they are in service.
     """
     times: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats):

@@ -69,8 +69,9 @@ class HeadsInTorch:
         wanted = [plan_of_tree(tree, self.num_heads, k) if tree else None for tree in (trees or [None] * len(pending))]
         grown = [GuessLists(plan, least) for plan in wanted]
         rows, states = [(i, token) for i, token in enumerate(pending)], hidden
-        above, own = list(range(len(pending))), self._heads.output
+        above, own, levels = list(range(len(pending))), self._heads.output, 0
         for head in range(self.num_heads):
+            levels += 1
             embedded = self._embed([token for _, token in rows])
             states = self._heads.follow_hidden(head, states[above], embedded)
             logits = self._project(states) if own is None else own.of_head(head, states).float()
@@ -83,4 +84,4 @@ class HeadsInTorch:
                 above = [row for _, _, row in opened]
                 if not rows:
                     break
-        return [Proposals(*lists.arrays(), head + 1) for lists in grown]
+        return [Proposals(*lists.arrays(), levels) for lists in grown]
