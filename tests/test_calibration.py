@@ -79,9 +79,7 @@ def test_the_price_of_a_row_is_told_by_steps_with_more_and_with_fewer() -> None:
         nodes = step * 7 % 5
         mood = 10.0 if step < 30 else 14.0
         measured = 400.0 if step == 40 else mood + 0.6 * nodes
-        calibration.observe(
-            4, drafting=True, predicted_ms=11.0 + 0.3 * nodes, measured_ms=measured, vanilla_ms=10.0
-        )
+        calibration.observe(4, drafting=True, predicted_ms=11.0 + 0.3 * nodes, measured_ms=measured, vanilla_ms=10.0)
     assert calibration.extra(4) == pytest.approx(2.0, abs=0.4)
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.cost import StepCost
-from backends.drafting import Draft, DraftRequest, plan_drafts
+from backends.drafting import Draft, DraftRequest, least_survival, plan_drafts
+from backends.follow import LEAST_SURVIVAL
 from backends.runner import Proposals
 from backends.tree import CandidateTree
 from tests.engine_helpers import FLAT_COST, path_rows, random_tree
@@ -196,6 +197,22 @@ def test_nodes_are_no_cheaper_beside_a_prompt() -> None:
     assert drafted(other_rows=0) == 0
     assert drafted(other_rows=60) == 0
     assert drafted(other_rows=60, soon=12) == 0, "and there will be more to share a step's time"
+
+
+@given(seeds)
+def test_heads_go_deeper_for_one_request_than_for_many(rng: random.Random) -> None:
+    """And not at all deeper where a row of the next step costs more than any guess can bring."""
+    slope = rng.uniform(0.05, 0.4)
+    cost = StepCost(rows=((1, 9.0), (129, 9.0 + 128 * slope)), heads=((1, 0.4), (32, 3.0)))
+
+    def least(sequences: int, extra: float = 1.0) -> float:
+        rows, tokens = 2 * sequences, 1.5 * sequences
+        return least_survival(cost, sequences=sequences, rows=rows, tokens=tokens, extra=extra, num_heads=4)
+
+    assert LEAST_SURVIVAL <= least(1) <= least(4) <= least(16) <= 0.9
+    assert least(4) <= least(4, extra=2.0)
+    dear = StepCost(rows=((1, 1.0), (2, 2.0)), heads=((1, 0.1),))
+    assert least_survival(dear, sequences=4, rows=8, tokens=6.0, extra=1.0, num_heads=4) == 0.9
 
 
 def test_allocating_nodes_for_32_sequences_is_fast() -> None:
