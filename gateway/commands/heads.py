@@ -102,6 +102,10 @@ def add_parser(subparsers: Any) -> None:
     train.add_argument("--seed", type=int, default=0)
     train.set_defaults(run=run_train)
 
+    prompts = commands.add_parser("prompts", help="write the project's own prompts to distil from")
+    prompts.add_argument("--out", type=Path, required=True, help="file to write (.jsonl)")
+    prompts.set_defaults(run=run_prompts)
+
     answers = commands.add_parser("answers", help="have a model answer prompts: more data for heads train --answers")
     add_model(answers)
     answers.add_argument("--prompts", type=Path, required=True)
@@ -212,6 +216,15 @@ def _joint_options(args: argparse.Namespace) -> JointOptions:
         accumulation=args.accumulation,
         seed=args.seed,
     )
+
+
+def run_prompts(args: argparse.Namespace) -> int:
+    from backends.training.own_prompts import own_prompts
+
+    def write() -> None:
+        args.out.write_text("".join(json.dumps(record) + "\n" for record in own_prompts()))
+
+    return reporting_errors(write)
 
 
 def run_answers(args: argparse.Namespace) -> int:
