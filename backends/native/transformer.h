@@ -36,8 +36,9 @@ INLINE vf NAME(step)(vf acc, vf unit, NAME(spread_t) x) {
 }
 #endif
 
+// See multiply. `ahead`: units of the same shape that will be wanted next, or NULL; a constant to the compiler.
 INLINE void NAME(tile)(int m_count, int n_count, const T *const *segments, int n_segments, long unit_stride,
-                       int steps, const T *x, long ldx, float *out, long ldo, int accumulate) {
+                       int steps, const T *x, long ldx, float *out, long ldo, int accumulate, const T *ahead) {
     vf acc[12][4];
 #pragma GCC unroll 12
     for (int m = 0; m < m_count; m++)
@@ -57,6 +58,11 @@ INLINE void NAME(tile)(int m_count, int n_count, const T *const *segments, int n
                 for (int n = 0; n < n_count; n++) acc[m][n] = NAME(step)(acc[m][n], column[n], operand);
             }
             unit += LANES * STEP;
+            if (ahead) {
+#pragma GCC unroll 4
+                for (int n = 0; n < n_count; n++) __builtin_prefetch(ahead + n * unit_stride, 0, 2);
+                ahead += LANES * STEP;
+            }
         }
     }
 #pragma GCC unroll 12
@@ -69,19 +75,26 @@ INLINE void NAME(tile)(int m_count, int n_count, const T *const *segments, int n
 INLINE int NAME(max_rows)(int n_units) { return n_units == 4 ? 6 : 12; }
 
 // out[m, n] (+)= sum over segments and k of x[m, k] * unit[n][k]; n_units in {1, 2, 4}, m_count at most NAME(max_rows)(n_units).
+// High tiles of four units read `ahead`: they have arithmetic enough to wait for it.
 static void NAME(multiply)(int m_count, int n_units, const T *const *segments, int n_segments, long unit_stride,
-                           int steps, const T *x, long ldx, float *out, long ldo, int accumulate) {
+                           int steps, const T *x, long ldx, float *out, long ldo, int accumulate, const T *ahead) {
 #define CASE(M, N) \
     case (M) * 8 + (N): \
-        NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate); \
+        NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate, NULL); \
+        break;
+#define CASE_AHEAD(M, N) \
+    case (M) * 8 + (N): \
+        if (ahead) NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate, ahead); \
+        else NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate, NULL); \
         break;
     switch (m_count * 8 + n_units) {
         CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
         CASE(7, 1) CASE(8, 1) CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1)
         CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
         CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)
-        CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
+        CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE_AHEAD(5, 4) CASE_AHEAD(6, 4)
     }
+#undef CASE_AHEAD
 #undef CASE
 }
 
@@ -123,14 +136,19 @@ static void NAME(linear)(mg_member *member, mg_epilogue epilogue, const T *x, lo
         const int first = chunk * wide;
         const int width = units - first < wide ? units - first : wide;
         float y[12][4 * LANES];
-        const int step = NAME(max_rows)(width);
+        // The second pass finds its weights in the cache and reads ahead, so it should be long enough for that.
+        const int most = NAME(max_rows)(width), passes = (rows + most - 1) / most;
+        const int step = passes == 2 && rows > most + 2 ? (rows + 1) / 2 : most;
         for (int row = 0; row < rows; row += step) {
             const int m_count = rows - row < step ? rows - row : step;
             for (int n = 0; n < width;) {
                 const int n_count = width - n >= 4 ? 4 : width - n >= 2 ? 2 : 1;
                 const T *unit = weights + (long)(first + n) * k_size * LANES;
+                // Most often the chunk that this thread claims next.
+                const int next = first + n + member->team->size * wide;
+                const T *ahead = row == step && next + n_count <= units ? weights + (long)next * k_size * LANES : NULL;
                 NAME(multiply)(m_count, n_count, &unit, 1, (long)k_size * LANES, k_size / STEP, x + row * ldx, ldx,
-                               &y[0][n * LANES], 4 * LANES, 0);
+                               &y[0][n * LANES], 4 * LANES, 0, ahead);
                 n += n_count;
             }
             for (int m = 0; m < m_count; m++)
@@ -277,7 +295,7 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
         const int step = NAME(max_rows)(n);
         for (int m = 0; m < rows_m; m += step)
             NAME(multiply)(rows_m - m < step ? rows_m - m : step, n, &page, 1, page_size, head_dim / STEP, q + m * head_dim,
-                           head_dim, scores + (long)m * width + p * LANES, width, 0);
+                           head_dim, scores + (long)m * width + p * LANES, width, 0, NULL);
         p += n;
     }
     int tail_pages[16];
@@ -307,7 +325,7 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
             for (int m = r * group; m < (r + 1) * group; m += 6) {
                 const int m_count = (r + 1) * group - m < 6 ? (r + 1) * group - m : 6;
                 float *target = scores + (long)m * width + (full + p) * LANES;
-                NAME(multiply)(m_count, 1, &page, 1, 0, head_dim / STEP, q + m * head_dim, head_dim, target, width, 0);
+                NAME(multiply)(m_count, 1, &page, 1, 0, head_dim / STEP, q + m * head_dim, head_dim, target, width, 0, NULL);
                 for (int j = 0; j < m_count; j++)
                     for (int i = n - p * LANES; i < LANES; i++) target[(long)j * width + i] = -1e30f;
             }
@@ -334,14 +352,14 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
         const int d_count = d_units - d >= 4 ? 4 : d_units - d >= 2 ? 2 : 1;
         for (int m = 0; m < rows_m; m += 6)
             NAME(multiply)(rows_m - m < 6 ? rows_m - m : 6, d_count, segments, full, LANES * LANES, LANES / STEP,
-                           weights + (long)m * width, width, out + (long)m * head_dim + d * LANES, head_dim, 0);
+                           weights + (long)m * width, width, out + (long)m * head_dim + d * LANES, head_dim, 0, NULL);
         for (int r = 0; r < count; r++)
             for (int p = 0; p < tail_pages[r]; p++) {
                 const T *page = v_tail + ((long)r * 2 + p) * head_size + d * LANES * LANES;
                 for (int m = r * group; m < (r + 1) * group; m += 6)
                     NAME(multiply)((r + 1) * group - m < 6 ? (r + 1) * group - m : 6, d_count, &page, 1, LANES * LANES,
                                    LANES / STEP, weights + (long)m * width + (full + p) * LANES, width,
-                                   out + (long)m * head_dim + d * LANES, head_dim, 1);
+                                   out + (long)m * head_dim + d * LANES, head_dim, 1, NULL);
             }
         d += d_count;
         for (int p = 0; p < full; p++) segments[p] += (long)d_count * LANES * LANES;
