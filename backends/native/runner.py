@@ -181,21 +181,21 @@ class NativeRunner:
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
         index = array("i", [*rows, *rows])
         first, _ = index.buffer_info()
-        address, stride = self._logits.layout(logits)
-        self._lib.mg_argmax(self._pool, address, first, len(rows), stride, self.vocab_size, first + 4 * len(rows))
+        address, stride, columns = self._logits.layout(logits)
+        self._lib.mg_argmax(self._pool, address, first, len(rows), stride, columns, first + 4 * len(rows))
         return index[len(rows) :].tolist()
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
         index = array("i", [*rows, *rows])
         first, _ = index.buffer_info()
-        address, stride = self._logits.layout(logits)
+        address, stride, columns = self._logits.layout(logits)
         failed = self._lib.mg_sample(
             self._pool,
             address,
             first,
             len(rows),
             stride,
-            self.vocab_size,
+            columns,
             params.temperature.ctypes.data,
             params.top_k.ctypes.data,
             params.top_p.ctypes.data,
@@ -258,9 +258,11 @@ class _Buffer:
         self._last = view
         return view
 
-    def layout(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Address and elements from row to row of a tensor [R, columns], most often the rows given last."""
-        return (self.address, self.stride) if tensor is self._last else (tensor.data_ptr(), tensor.stride(0))
+    def layout(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """Address, elements from row to row, and columns of a matrix: most often the rows given last."""
+        if tensor is self._last:
+            return self.address, self.stride, self._columns
+        return tensor.data_ptr(), tensor.stride(0), tensor.shape[1]
 
 
 class NativeHeads:
