@@ -188,11 +188,12 @@ class _Lists:
 
     def first(self, depth: int, index: int) -> float:
         """The probability of a list's best guess; 0 where there is none, or ``depth`` is too deep for it."""
-        if depth > self.depth or self._proposals is None or self._looked_up:
-            guesses = self.guesses(index)
-            deep_enough = depth <= self.depth or (guesses.tokens and self.from_lookup(index, guesses.tokens[0]))
-            return guesses.probabilities[0] if guesses.tokens and deep_enough else 0.0
-        return min(self._proposals.best_probability(index) * self._trust, 1.0)
+        if depth <= self.depth and self._proposals is not None and index not in self._lists:
+            return min(self._proposals.best_probability(index) * self._trust, 1.0)
+        guesses = self.guesses(index)
+        if not guesses.tokens or (depth > self.depth and not self.from_lookup(index, guesses.tokens[0])):
+            return 0.0
+        return guesses.probabilities[0]
 
     def from_lookup(self, index: int, token: int) -> bool:
         return self._looked_up.get(index) == token

@@ -118,10 +118,19 @@ def test_a_guess_that_heads_trust_more_stays_theirs() -> None:
     draft = plan(DraftRequest(heads({4: 0.95, 8: 0.01}), 4, 1, lookup=Continuation([4], [0.6], 3), longest=1))
     assert draft.tokens[0] == 4
     assert draft.from_lookup == set()
+    # All the way down, and past the heads' last list.
+    lookup = Continuation([4, 5, 6], [0.6, 0.6, 0.6], 3)
+    deep = plan(DraftRequest(heads({4: 0.95, 8: 0.01}, {5: 0.9, 9: 0.05}), 8, 2, lookup=lookup, longest=3))
+    assert {(4,), (4, 5), (4, 5, 6), (8,)} <= paths(deep)
+    assert len(deep.from_lookup) == 1
+    both = plan(
+        DraftRequest(heads({4: 0.95, 8: 0.01}, {5: 0.9, 9: 0.05}), 8, 2, lookup=Continuation([4, 5], [0.6, 0.6], 3))
+    )
+    assert {(4,), (4, 5)} <= paths(both) and not both.from_lookup
 
 
 guesses = st.lists(
-    st.dictionaries(st.integers(0, 6), st.floats(0.01, 0.3), min_size=3, max_size=3), min_size=1, max_size=4
+    st.dictionaries(st.integers(0, 6), st.floats(0.01, 0.9), min_size=3, max_size=3), min_size=1, max_size=4
 )
 
 
