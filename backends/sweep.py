@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any
 
 from backends.bench import Cell, Run, decode, encode_prompt, machine
@@ -77,23 +77,22 @@ def sustain(
 
     The first are at different points of their answers, as in a load that has gone on for a while: their prompts are
     read before the clock starts, and each stops after another share of ``max_tokens``. Answers that are unfinished when
-    no prompt is left are given up: reading their prompts was in the time, as reading the first ones' was not.
+    no prompt is left are given up: reading their prompts was in the time, as reading the first ones' was not. What ends
+    before the clock starts is replaced all the same.
     """
-    core, waiting = loaded.core, list(enumerate(prompts))
+    core, pool, sent, left = loaded.core, cycle(prompts), 0, len(prompts) - cell.concurrency
 
     def send(limit: int) -> None:
-        index, ids = waiting.pop(0)
-        sampling = SamplingParams(temperature=cell.temperature, seed=seed * 1000 + index, max_tokens=limit)
-        core.add(GenerationRequest(str(index), ids, sampling, plan))
+        nonlocal sent
+        sampling = SamplingParams(temperature=cell.temperature, seed=seed * 1000 + sent, max_tokens=limit)
+        core.add(GenerationRequest(str(sent), next(pool), sampling, plan))
+        sent += 1
 
-    # The longest first: prompts are read in turn, and none should end before all have begun.
+    # The longest first: prompts are read in turn, and few should end before all have begun.
     for place in range(cell.concurrency, 0, -1):
         send(-(-max_tokens * place // cell.concurrency))
     reading, tokens, began = set(map(str, range(cell.concurrency))), 0, time.perf_counter()
-    ended = 0
-    while ended <= len(waiting):
-        for _ in range(ended):
-            send(max_tokens)
+    while True:
         emitted = core.step()
         ended = sum(chunk.finish_reason is not None for _, chunk in emitted)
         if reading:
@@ -101,8 +100,13 @@ def sustain(
             began = time.perf_counter()
         else:
             tokens += sum(len(chunk.token_ids) for _, chunk in emitted)
+            left -= ended
+            if left < 0:
+                break
+        for _ in range(ended):
+            send(max_tokens)
     seconds = time.perf_counter() - began
-    for index in range(len(prompts)):
+    for index in range(sent):
         core.abort(str(index))
     return Run(tokens, seconds, [])
 
