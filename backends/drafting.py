@@ -130,6 +130,8 @@ def plan_drafts(
 
 # Rows over which the price of one more is taken: the table has steps.
 _AHEAD = 4
+# A node must be likelier than this before looking up is given up: about what looked-up tokens are, as a rule.
+_MOST_PRICE_OF_LOOKUP = 0.5
 # How likely the best guess of a list is, as a rule, and bounds of what is returned.
 _BEST_OF_LIST = 0.6
 _MOST_SURVIVAL = 0.9
@@ -143,10 +145,18 @@ def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, 
     for many, the heads then stop after the first level.
     """
     step_ms = cost.forward_ms(rows) + cost.heads_ms(sequences)
-    row_ms = (cost.forward_ms(rows + _AHEAD) - cost.forward_ms(rows)) / _AHEAD * extra
     list_ms = cost.heads_ms(sequences) / (num_heads * sequences)
-    least = tokens / step_ms * (row_ms + list_ms) / _BEST_OF_LIST
+    least = tokens / step_ms * (_row_ms(cost, rows) * extra + list_ms) / _BEST_OF_LIST
     return min(max(least, LEAST_SURVIVAL), _MOST_SURVIVAL)
+
+
+def lookup_pays(cost: StepCost, *, sequences: int, extra: float) -> bool:
+    """Whether looked-up tokens can be worth their rows in a batch of this size; if not, nor is finding them."""
+    return sequences / cost.forward_ms(sequences) * _row_ms(cost, sequences) * extra <= _MOST_PRICE_OF_LOOKUP
+
+
+def _row_ms(cost: StepCost, rows: int) -> float:
+    return (cost.forward_ms(rows + _AHEAD) - cost.forward_ms(rows)) / _AHEAD
 
 
 class _Node(NamedTuple):

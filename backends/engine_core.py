@@ -12,7 +12,7 @@ from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.calibration import Calibration
 from backends.cost import StepCost
 from backends.counters import CounterBook
-from backends.drafting import Draft, DraftRequest, least_survival, plan_drafts
+from backends.drafting import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts
 from backends.gate import DraftGate
 from backends.kv_cache import PagePool
 from backends.lookup import Continuation
@@ -239,9 +239,11 @@ class EngineCore:
         decoding = [s for s in self._running.values() if s.status is SequenceStatus.DECODE]
         chunks = self._prompt_chunks(len(decoding))
         prompt_rows = sum(count for _, count in chunks)
+        extra = self.calibration.extra(len(decoding))
+        look_up = bool(decoding) and lookup_pays(self.cost, sequences=len(decoding), extra=extra)
         requests = {}
         for index, sequence in enumerate(decoding):
-            request = self._draft_request(sequence)
+            request = self._draft_request(sequence, look_up)
             if request is not None:
                 requests[index] = request
         drafts = plan_drafts(
@@ -251,7 +253,7 @@ class EngineCore:
             room=self.config.max_rows - len(decoding) - prompt_rows,
             cost=self.cost,
             soon=len(self._running) - len(decoding),
-            extra=self.calibration.extra(len(decoding)),
+            extra=extra,
         )
         batch = BatchBuilder(self._scratch_base)
         scheduled = []
@@ -299,10 +301,10 @@ class EngineCore:
                 chunks.append((sequence, count))
         return chunks
 
-    def _draft_request(self, sequence: Sequence) -> DraftRequest | None:
+    def _draft_request(self, sequence: Sequence, look_up: bool) -> DraftRequest | None:
         """None when there is nothing to draft from or no use for it."""
         plan, longest = sequence.request.plan, sequence.remaining - 1
-        lookup = sequence.lookup.find() if sequence.lookup is not None and longest > 0 else None
+        lookup = sequence.lookup.find() if sequence.lookup is not None and look_up and longest > 0 else None
         if longest <= 0 or (sequence.proposals is None and lookup is None):
             return None
         return DraftRequest(

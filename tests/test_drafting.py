@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.cost import StepCost
-from backends.drafting import Draft, DraftRequest, least_survival, plan_drafts
+from backends.drafting import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts
 from backends.follow import LEAST_SURVIVAL
 from backends.runner import Proposals
 from backends.tree import CandidateTree
@@ -213,6 +213,13 @@ def test_heads_go_deeper_for_one_request_than_for_many(rng: random.Random) -> No
     assert least(4) <= least(4, extra=2.0)
     dear = StepCost(rows=((1, 1.0), (2, 2.0)), heads=((1, 0.1),))
     assert least_survival(dear, sequences=4, rows=8, tokens=6.0, extra=1.0, num_heads=4) == 0.9
+
+
+def test_nothing_is_looked_up_where_no_guess_could_pay() -> None:
+    cost = StepCost(rows=((1, 9.1), (8, 11.0), (16, 14.4), (32, 22.5), (64, 39.0), (128, 74.0)))
+    assert [lookup_pays(cost, sequences=n, extra=1.0) for n in (1, 4, 8, 16, 32)] == [True, True, True, False, False]
+    assert not lookup_pays(cost, sequences=8, extra=4.0)
+    assert lookup_pays(StepCost(rows=((1, 9.0), (128, 9.5))), sequences=64, extra=1.0), "as on a GPU"
 
 
 def test_allocating_nodes_for_32_sequences_is_fast() -> None:
