@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ ARRAYS = (
     "out_row",
 )
 Ints = NDArray[np.int32]
+
+# The builder's lists, in the order of ARRAYS.
+_PARTS = attrgetter(*(f"_{name}" for name in ARRAYS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +133,7 @@ class BatchBuilder:
         return node_slots
 
     def build(self) -> StepBatch:
-        parts = (
-            self._tokens,
-            self._positions,
-            self._slots,
-            self._sequence,
-            self._full_pages,
-            self._tail_offsets,
-            self._tail_slots,
-            self._page_offsets,
-            self._pages,
-            self._out_row,
-        )
+        parts: tuple[list[int], ...] = _PARTS(self)
         return StepBatch(array("i", chain.from_iterable(parts)), tuple(accumulate(map(len, parts))))
 
     def _certain_row(self, pages: Sequence[int], token: int, position: int) -> None:

@@ -148,8 +148,7 @@ def decode(
     while waiting or core.has_work:
         while waiting and in_flight < cell.concurrency:
             index, ids = waiting.pop(0)
-            sampling = SamplingParams(temperature=cell.temperature, seed=seed * 1000 + index, max_tokens=max_tokens)
-            core.add(GenerationRequest(str(index), ids, sampling, plan))
+            core.add(request_of(index, ids, cell, max_tokens, seed, plan))
             in_flight += 1
         for request_id, chunk in core.step():
             answers[int(request_id)] += chunk.token_ids
@@ -157,6 +156,14 @@ def decode(
                 stats.append(chunk.stats)
                 in_flight -= 1
     return Run(sum(map(len, answers)), time.perf_counter() - began, answers, stats)
+
+
+def request_of(
+    index: int, ids: tuple[int, ...], cell: Cell, max_tokens: int, seed: int, plan: DecodingPlan
+) -> GenerationRequest:
+    """The ``index``-th request of a run: every contestant of a round draws with the same seeds."""
+    sampling = SamplingParams(temperature=cell.temperature, seed=seed * 1000 + index, max_tokens=max_tokens)
+    return GenerationRequest(str(index), ids, sampling, plan)
 
 
 def generate(

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle
 from typing import Any
 
-from backends.bench import Cell, Run, decode, encode_prompt, machine
+from backends.bench import Cell, Run, decode, encode_prompt, machine, request_of
 from backends.bench_prompts import PROMPTS
 from backends.loading import EngineOptions, LoadedCore, load_core
 from backends.tree import CandidateTree
-from backends.types import DecodingPlan, GenerationRequest, SamplingParams
+from backends.types import DecodingPlan
 
 DEFAULT_TREE = "3x2x1"
 STATIC_TREES = ("1", "1x1", "2x1", "2x1x1", DEFAULT_TREE, "4x2x1x1")
@@ -84,8 +84,7 @@ def sustain(
 
     def send(limit: int) -> None:
         nonlocal sent
-        sampling = SamplingParams(temperature=cell.temperature, seed=seed * 1000 + sent, max_tokens=limit)
-        core.add(GenerationRequest(str(sent), next(pool), sampling, plan))
+        core.add(request_of(sent, next(pool), cell, limit, seed, plan))
         sent += 1
 
     # The longest first: prompts are read in turn, and few should end before all have begun.

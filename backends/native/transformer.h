@@ -36,7 +36,8 @@ INLINE vf NAME(step)(vf acc, vf unit, NAME(spread_t) x) {
 }
 #endif
 
-// See multiply. `ahead`: units of the same shape that will be wanted next, or NULL; a constant to the compiler.
+// See multiply. `ahead`: units of the same shape that will be wanted next; where there are none, the constant NULL, so that
+// no branch is left in the loop.
 INLINE void NAME(tile)(int m_count, int n_count, const T *const *segments, int n_segments, long unit_stride,
                        int steps, const T *x, long ldx, float *out, long ldo, int accumulate, const T *ahead) {
     vf acc[12][4];
