@@ -1,33 +1,43 @@
 {{/* Names are cut to what a label may hold, less the longest suffix that a template adds. */}}
 {{- define "medusa-gateway.name" -}}
-{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimAll "-" }}
 {{- end }}
 
+{{/* A Service's name starts with a letter and has no dots, which a release's name may: so the chart's name comes first there. */}}
 {{- define "medusa-gateway.fullname" -}}
-{{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
-{{- else if contains (include "medusa-gateway.name" .) .Release.Name }}
-{{- .Release.Name | trunc 50 | trimSuffix "-" }}
-{{- else }}
-{{- printf "%s-%s" .Release.Name (include "medusa-gateway.name" .) | trunc 50 | trimSuffix "-" }}
-{{- end }}
+{{- $name := include "medusa-gateway.name" . -}}
+{{- $release := .Release.Name | replace "." "-" -}}
+{{- $full := default (ternary $release (printf "%s-%s" $release $name) (contains $name $release)) .Values.fullnameOverride -}}
+{{- if and (not .Values.fullnameOverride) (regexMatch "^[0-9]" $full) }}{{ $full = printf "%s-%s" $name $release }}{{ end -}}
+{{- $full | trunc 50 | trimAll "-" }}
 {{- end }}
 
 {{/* What selects a component's pods. Never changes in a release's life. Takes (list $ "component"). */}}
 {{- define "medusa-gateway.selector" -}}
 {{- $root := first . -}}
-app.kubernetes.io/name: {{ include "medusa-gateway.name" $root }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
-app.kubernetes.io/component: {{ last . }}
+app.kubernetes.io/name: {{ include "medusa-gateway.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
+app.kubernetes.io/component: {{ index . 1 | quote }}
 {{- end }}
 
-{{- define "medusa-gateway.labels" -}}
+{{/* The chart's own labels. Takes (list $ "component"). */}}
+{{- define "medusa-gateway.ownLabels" -}}
 {{- $root := first . -}}
 {{ include "medusa-gateway.selector" . }}
 app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" }}
-{{- with $root.Values.commonLabels }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | quote }}
+{{- end }}
+
+{{/* Those and the operator's, each key once: a resource's own labels count over commonLabels. Takes (list $ "component" [its labels]). */}}
+{{- define "medusa-gateway.labels" -}}
+{{- $root := first . -}}
+{{ include "medusa-gateway.ownLabels" . }}
+{{- $labels := dict }}
+{{- range append (list $root.Values.commonLabels) (ternary (last .) dict (gt (len .) 2)) }}
+{{- range $key, $value := . }}{{ $_ := set $labels $key $value }}{{ end }}
+{{- end }}
+{{- with $labels }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
@@ -68,6 +78,32 @@ seccompProfile: {type: RuntimeDefault}
 fsGroupChangePolicy: OnRootMismatch
 {{- end }}
 
+{{/* Whether the cache is a claim that one node, or one pod, may mount at a time. */}}
+{{- define "medusa-gateway.cacheHasOneWriter" -}}
+{{- if and (eq .Values.cache.type "persistentVolumeClaim") (hasPrefix "ReadWriteOnce" .Values.cache.accessMode) }}true{{ end }}
+{{- end }}
+
+{{/* A new pod first, then the old one goes; the other way round where both could not have the cache's volume. */}}
+{{- define "medusa-gateway.rollout" -}}
+{{- $surge := .Values.rollout.maxSurge -}}
+{{- $unavailable := .Values.rollout.maxUnavailable -}}
+{{- if kindIs "invalid" $surge }}{{ $surge = ternary 0 1 (ne (include "medusa-gateway.cacheHasOneWriter" .) "") }}{{ end -}}
+{{- if kindIs "invalid" $unavailable }}{{ $unavailable = ternary 1 0 (has (toString $surge) (list "0" "0%")) }}{{ end -}}
+maxSurge: {{ $surge }}
+maxUnavailable: {{ $unavailable }}
+{{- end }}
+
+{{/* The most pods that there may be. */}}
+{{- define "medusa-gateway.mostPods" -}}
+{{- ternary .Values.autoscaling.maxReplicas .Values.replicaCount .Values.autoscaling.enabled | int }}
+{{- end }}
+
+{{/* How long a pod may take to be ready before a rollout counts as failed: the old one's end, the download, the start, and a minute. */}}
+{{- define "medusa-gateway.progressDeadline" -}}
+{{- $start := mul .Values.probes.startup.periodSeconds .Values.probes.startup.failureThreshold -}}
+{{- add (include "medusa-gateway.gracePeriod" .) (ternary .Values.model.fetchSeconds 0 .Values.model.fetch) $start 60 }}
+{{- end }}
+
 {{/* Everything that the gateway writes lies in /cache or /tmp. */}}
 {{- define "medusa-gateway.cacheEnv" -}}
 - {name: HOME, value: /cache}
@@ -88,6 +124,16 @@ fsGroupChangePolicy: OnRootMismatch
 
 {{- define "medusa-gateway.hasModelVolume" -}}
 {{- with .Values.model.volume }}{{ if or .existingClaim .hostPath }}true{{ end }}{{ end }}
+{{- end }}
+
+{{/* The chart's variables and extraEnv, each name once: the operator's own count. Takes (list $ "the chart's as YAML"). */}}
+{{- define "medusa-gateway.env" -}}
+{{- $extra := (first .).Values.extraEnv -}}
+{{- $names := list -}}
+{{- range $extra }}{{ $names = append $names .name }}{{ end -}}
+{{- $env := list -}}
+{{- range last . | fromYamlArray }}{{ if not (has .name $names) }}{{ $env = append $env . }}{{ end }}{{ end -}}
+{{- toYaml (concat $env $extra) }}
 {{- end }}
 
 {{/* --model and --heads, or --backends, as `serve` and `fetch` take them. */}}

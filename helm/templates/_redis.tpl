@@ -1,5 +1,6 @@
+{{/* Shorter than other names: the label controller-revision-hash of a StatefulSet's pods is its name and 11 characters more. */}}
 {{- define "medusa-gateway.redisName" -}}
-{{ include "medusa-gateway.fullname" . }}-redis
+{{ include "medusa-gateway.fullname" . | trunc 46 | trimAll "-" }}-redis
 {{- end }}
 
 {{/* The Secret that holds the bundled server's password. */}}
@@ -32,7 +33,7 @@ redis://{{ include "medusa-gateway.redisName" . }}:6379/0?namespace={{ $redis.na
 {{- if and (eq $redis.mode "external") $redis.external.urlSecret.name }}
 - name: MEDUSA_REDIS_URL
   valueFrom:
-    secretKeyRef: {name: {{ $redis.external.urlSecret.name }}, key: {{ $redis.external.urlSecret.key }}}
+    secretKeyRef: {name: {{ $redis.external.urlSecret.name | quote }}, key: {{ $redis.external.urlSecret.key | quote }}}
 {{- else if ne $redis.mode "embedded" }}
 - name: MEDUSA_REDIS_URL
   value: {{ include "medusa-gateway.redisUrl" . | quote }}
@@ -40,11 +41,11 @@ redis://{{ include "medusa-gateway.redisName" . }}:6379/0?namespace={{ $redis.na
 {{- if eq $redis.mode "bundled" }}
 - name: MEDUSA_REDIS_PASSWORD
   valueFrom:
-    secretKeyRef: {name: {{ include "medusa-gateway.redisSecret" . }}, key: {{ $redis.bundled.passwordSecret.key }}}
+    secretKeyRef: {name: {{ include "medusa-gateway.redisSecret" . | quote }}, key: {{ $redis.bundled.passwordSecret.key | quote }}}
 {{- else if and (eq $redis.mode "external") $redis.external.passwordSecret.name }}
 - name: MEDUSA_REDIS_PASSWORD
   valueFrom:
-    secretKeyRef: {name: {{ $redis.external.passwordSecret.name }}, key: {{ $redis.external.passwordSecret.key }}}
+    secretKeyRef: {name: {{ $redis.external.passwordSecret.name | quote }}, key: {{ $redis.external.passwordSecret.key | quote }}}
 {{- end }}
 {{- end }}
 

@@ -1,5 +1,12 @@
 {{/* The command line of `medusa-gateway serve`; gateway/commands/serve.py defines the flags. */}}
 {{- define "medusa-gateway.serveArgs" -}}
+{{ include "medusa-gateway.ownArgs" . }}
+{{- range .Values.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "medusa-gateway.ownArgs" -}}
 - serve
 - {{ printf "--host=%s" .Values.listenAddress | quote }}
 - --port=8080
@@ -9,7 +16,7 @@
 {{- if eq .Values.auth.mode "none" }}
 - --insecure-no-auth
 {{- else }}
-- --api-keys=/etc/medusa-gateway/keys/{{ include "medusa-gateway.keysFile" . }}
+- {{ printf "--api-keys=/etc/medusa-gateway/keys/%s" (include "medusa-gateway.keysFile" .) | quote }}
 {{- end }}
 {{- range .Values.auth.corsOrigins }}
 - {{ printf "--cors-origin=%s" . | quote }}
@@ -45,7 +52,4 @@
 - --log-level={{ .Values.telemetry.logLevel }}
 - --policy=/etc/medusa-gateway/policy/policy.yaml
 - --drain-timeout={{ .Values.drain.timeoutSeconds }}
-{{- range .Values.extraArgs }}
-- {{ . | quote }}
-{{- end }}
 {{- end }}
