@@ -63,14 +63,14 @@ def loaded_chart() -> Chart:
     return Chart.load(CHART)
 
 
-def render_files(values: Values) -> dict[str, str]:
+def render_files(values: Values, *, name: str = RELEASE, namespace: str = NAMESPACE) -> dict[str, str]:
     """Text by template. Raises ``helm_python.HelmError`` for values that the schema or a template refuses."""
-    return loaded_chart().render(dict(values), name=RELEASE, namespace=NAMESPACE)
+    return loaded_chart().render(dict(values), name=name, namespace=namespace)
 
 
-def render(values: Values | None = None) -> Rendered:
+def render(values: Values | None = None, *, name: str = RELEASE, namespace: str = NAMESPACE) -> Rendered:
     """Raises as :func:`render_files` does, and ``yaml.YAMLError``."""
-    files = render_files(values or {})
+    files = render_files(values or {}, name=name, namespace=namespace)
     documents, notes = [], ""
     for file, text in sorted(files.items()):
         if file.endswith("NOTES.txt"):

@@ -88,7 +88,7 @@ def bundled_redis(folder: Path, password: str) -> Iterator[redis.Redis]:
 def test_the_bundled_redis(tmp_path: Path) -> None:
     password = "a'b\"c\\d e$f#g%h\u00e9"
     with bundled_redis(tmp_path, password) as client:
-        assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "volatile-ttl"
+        assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "noeviction"
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=client.connection_pool.connection_kwargs["port"]).ping()
         assert (tmp_path / "run/redis/password.conf").stat().st_mode & 0o077 == 0

@@ -1,6 +1,6 @@
 {{/* The port of an http URL; empty for anything else. */}}
 {{- define "medusa-gateway.urlPort" -}}
-{{- if and (kindIs "string" .) (regexMatch "^https?://[^/]" .) }}
+{{- if and (kindIs "string" .) (regexMatch "^https?://[^/\\s]" .) }}
 {{- $host := regexReplaceAll "^https?://([^/?#]*@)?([^/?#]*)(.|\\n)*$" . "${2}" }}
 {{- default (ternary "443" "80" (hasPrefix "https:" .)) (regexFind ":[0-9]+$" $host | trimPrefix ":") }}
 {{- end }}
