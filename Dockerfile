@@ -3,6 +3,9 @@
 #
 # On x86-64 the package index serves a torch that brings CUDA along. It runs on a CPU too, but is several GB larger:
 # for a small CPU image, give the address of PyTorch's index of CPU builds as --build-arg CPU_TORCH_INDEX_URL=...
+# Without it the build goes on, and says so.
+#
+# It serves those who have a key, and refuses to start without keys: docs/kubernetes.md, "The image by itself".
 ARG VARIANT=cpu
 # The minor version that the tests run on.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -15,7 +18,8 @@ RUN python -m venv /opt/medusa-gateway
 
 FROM venv AS torch-cpu
 ARG CPU_TORCH_INDEX_URL=""
-RUN pip install --no-cache-dir ${CPU_TORCH_INDEX_URL:+--index-url "${CPU_TORCH_INDEX_URL}"} -c constraints.txt torch
+RUN pip install --no-cache-dir ${CPU_TORCH_INDEX_URL:+--index-url "${CPU_TORCH_INDEX_URL}"} -c constraints.txt torch \
+ && python -c "import torch; torch.version.cuda and print('WARNING: this CPU image holds torch for CUDA', torch.version.cuda + ', several GB more than it needs: give the index of CPU builds as --build-arg CPU_TORCH_INDEX_URL=...')"
 
 FROM venv AS torch-cuda
 RUN pip install --no-cache-dir -c constraints.txt torch
@@ -43,14 +47,14 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/* \
  && groupadd --gid 10001 medusa \
  && useradd --uid 10001 --gid medusa --no-create-home --home-dir /cache --shell /usr/sbin/nologin medusa \
- && install -d -o medusa -g medusa /cache \
+ && install -d -o medusa -g root -m 0775 /cache \
  && install -d /models /heads
 ENV PATH=/opt/medusa-gateway/bin:$PATH HOME=/cache XDG_CACHE_HOME=/cache XDG_STATE_HOME=/cache/state PYTHONUNBUFFERED=1
-VOLUME ["/cache", "/models", "/heads"]
 WORKDIR /cache
 EXPOSE 8080
+# Whether the process answers. /readyz would call a gateway that is draining, or whose upstream is away, unhealthy.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-  CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/readyz', timeout=4)"]
+  CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8080/healthz', timeout=4)"]
 
 # CUDA's libraries come with torch; the container runtime brings the driver.
 FROM runtime-cpu AS runtime-cuda
@@ -59,7 +63,11 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # hadolint ignore=DL3006
 FROM runtime-${VARIANT}
 COPY --from=build /opt/medusa-gateway /opt/medusa-gateway
+LABEL org.opencontainers.image.title="medusa-gateway" \
+  org.opencontainers.image.description="OpenAI-compatible LLM gateway that decides, per request and per step, how to decode." \
+  org.opencontainers.image.version="0.1.0" \
+  org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
 ENTRYPOINT ["tini", "--", "medusa-gateway"]
-# Without API keys the gateway listens on other addresses than loopback only when told so; publish it to trusted networks.
-CMD ["serve", "--host", "0.0.0.0", "--port", "8080", "--insecure-no-auth"]
+# Without API keys (MEDUSA_API_KEYS, --api-keys) it refuses to start: this address can be reached by others.
+CMD ["serve", "--host", "0.0.0.0", "--port", "8080"]

@@ -31,7 +31,7 @@ def environment(container: Document) -> dict[str, str | None]:
 
 
 def repeated(rendered: Rendered) -> list[str]:
-    """Names that stand twice where Kubernetes wants them once. Repeated keys are :func:`tests.chart.render`'s to see."""
+    """Names that stand twice where Kubernetes wants them once; repeated keys are seen by :func:`tests.chart.render`."""
     lists: list[Iterable[str]] = [[each["name"] for each in pod_of(rendered)["volumes"]]]
     for container in containers(rendered):
         lists.append(each["name"] for each in container["env"])

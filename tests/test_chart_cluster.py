@@ -1,4 +1,4 @@
-"""The chart against a cluster's habits: volumes that one pod may mount, rollouts that are given up, blocked ports, taints."""
+"""The chart in a cluster: volumes that one pod may mount, rollouts that are given up, blocked ports, taints."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_an_upstream_that_is_away_restarts_nothing() -> None:
             nested(
                 "policy.content",
                 "version: 1\nreceivers:\n  chat: {kind: webhook, url: 'http://chat.ops:9000/x'}\n"
-                "  am: {kind: alertmanager, url: 'http://alertmanager.obs:9093'}\n  secret: {kind: webhook, url_env: X}\n",
+                "  am: {kind: alertmanager, url: 'http://alertmanager.obs:9093'}\n  third: {url_env: X}\n",
             ),
             {9000, 9093},
         ),

@@ -1,4 +1,4 @@
-"""Names: strings that YAML would take for something else stay strings, and no name is longer or odder than Kubernetes allows."""
+"""Names: strings that YAML would take for something else stay strings; no name is longer than Kubernetes allows."""
 
 from __future__ import annotations
 

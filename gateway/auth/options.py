@@ -71,8 +71,8 @@ def open_access(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     if remote and not args.insecure_no_auth:
         raise CommandError(
             f"{' and '.join(remote)} can be reached from other machines, and there are no API keys: give "
-            "--api-keys FILE (make one with 'medusa-gateway keys new'), keep to 127.0.0.1, or add --insecure-no-auth "
-            "if everybody who can reach it may use and administer it."
+            f"--api-keys FILE or {KEYS_VARIABLE} (make one with 'medusa-gateway keys new'), keep to 127.0.0.1, or add "
+            "--insecure-no-auth if everybody who can reach it may use and administer it."
         )
     return Access(admin_port=args.admin_port, local=not remote and not args.insecure_no_auth)
 

@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
 
     access = open_access(args)
     serve_telemetry.configure_logs(args)
+    if access.keys is None and not access.local:
+        logging.getLogger("gateway").warning("no API keys: everybody who can reach this may use and administer it")
     # A broken policy and a mistyped URL, like a taken port, should not cost the loading of a model to find out.
     controller = _controller(args)
     spec = None if args.backends is None else _read_backends(args, controller)
