@@ -183,9 +183,7 @@ def test_a_cpu_image_with_cuda_in_it_says_so(tmp_path: Path, cuda: str, warned: 
     (text,) = [text for text in texts("RUN") if "torch.version.cuda" in text]
     script = re.findall(r'python -c ("[^"]+")', text)[0]
     (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text(
-        f"from types import SimpleNamespace as N\nversion = N(cuda={cuda})\n"
-    )
+    (tmp_path / "torch" / "__init__.py").write_text(f"class version: cuda = {cuda}\n")
     command = ["sh", "-c", f"{sys.executable} -c {script}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ("CPU_TORCH_INDEX_URL" in done.stdout) == warned
