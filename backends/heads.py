@@ -276,13 +276,16 @@ def read_heads_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except OSError as error:
         raise HeadsError(f"{path} can't be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HeadsError(f"{path} is not JSON") from None
     found = config.get("format") if isinstance(config, dict) else None
     if found not in FORMATS:
         raise HeadsError(f"{path}: format is {found!r}; this version reads {', '.join(map(repr, FORMATS))}")
     if found == GENERAL_FORMAT and not isinstance(config.get("sequential"), bool):
         raise HeadsError(f"{path}: {GENERAL_FORMAT} must say whether the heads are 'sequential': true or false")
+    for name in ("backbone", "training"):
+        if not isinstance(config.get(name, {}), dict):
+            raise HeadsError(f"{path}: {name} is {json.dumps(config[name])[:40]}; it must be an object, or left out")
     return config
 
 

@@ -79,6 +79,38 @@ def v1_deep(folder: Path) -> Made:
     return v1(folder, heads=2, layers=3)
 
 
+def v1_data_parallel(folder: Path) -> Made:
+    """As torch's DataParallel and torch.compile name what they wrap."""
+    tensors, reference = _fasterdecoding(3, 1, own=True)
+    torch.save({f"module._orig_mod.{name}": value for name, value in tensors.items()}, folder / "medusa_lm_head.pt")
+    return Made(3, 1, "fasterdecoding-v1", reference)
+
+
+def v1_sharded_pickles(folder: Path) -> Made:
+    tensors, reference = _fasterdecoding(3, 1, own=True, prefix="medusa_head.")
+    parts = {
+        "pytorch_model-00001-of-00002.bin": list(tensors)[:5],
+        "pytorch_model-00002-of-00002.bin": list(tensors)[5:],
+    }
+    for name, names in parts.items():
+        torch.save({key: tensors[key] for key in names}, folder / name)
+    index = {key: name for name, names in parts.items() for key in names}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return Made(3, 1, "fasterdecoding-v1", reference)
+
+
+def modelopt(folder: Path, heads: int = 3, layers: int = 2) -> Made:
+    tensors, reference = _fasterdecoding(heads, layers, own=True)
+    renamed = {}
+    for name, value in tensors.items():
+        h, layer, rest = name.split(".", 2)
+        renamed[f"medusa_heads.{h}." + (f"medusa_layers.{layer}.{rest}" if "linear" in rest else "lm_head.weight")] = (
+            value
+        )
+    save_file(renamed, folder / "model.safetensors")
+    return Made(heads, layers, "modelopt", reference)
+
+
 def v1_linear(folder: Path) -> Made:
     """No blocks: the head is its projection."""
     return v1(folder, heads=2, layers=0)
@@ -195,4 +227,18 @@ def own(folder: Path) -> Made:
     return Made(3, 1, "medusa-gateway/1", reference, ids)
 
 
-FLAVOURS = (v1, v1_deep, v1_linear, v2, merged, vllm, vllm_prefixed_with_bias, vllm_reduced, vllm_cut_at_load, own)
+FLAVOURS = (
+    v1,
+    v1_deep,
+    v1_data_parallel,
+    v1_sharded_pickles,
+    v1_linear,
+    v2,
+    merged,
+    modelopt,
+    vllm,
+    vllm_prefixed_with_bias,
+    vllm_reduced,
+    vllm_cut_at_load,
+    own,
+)

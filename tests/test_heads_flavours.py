@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_checkpoint
-from backends.heads import HeadsError, save_heads
+from backends.heads import HeadsError, describe_heads, save_heads
 from backends.loading import EngineOptions, ModelParts, build_core, load_parts
 from backends.lossless import verify_lossless
 from backends.tiny import tiny_heads, tiny_tokenizer
@@ -173,6 +173,73 @@ def test_broken_and_missing_files_are_told_apart(tmp_path: Path, monkeypatch: py
         HeadsError, match=r"neither a local folder nor to be had from the hub .*fetch --heads org/heads"
     ):
         load_checkpoint("org/heads", backbone())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"state_dict": {"0.0.linear.weight": torch.zeros(64, 64)}},
+            "'state_dict' is of type dict; save the tensors alone",
+        ),
+        ({"0.0.linear.weight": torch.zeros(64, 64), "epoch": 3}, "'epoch' is of type int"),
+        ({0: torch.zeros(64, 64)}, "0 is of type Tensor; save the tensors alone, under names"),
+        ([torch.zeros(64, 64)], "is not a dictionary of tensors: its type is list"),
+        ({"layers.0.weight": torch.zeros(1), "b": torch.zeros(1)}, "found medusa_lm_head.pt with layers.0.weight, b"),
+        ({f"t{i}": torch.zeros(1) for i in range(9)}, "with t0, t1, t2, t3 and 5 more"),
+        ({}, "found medusa_lm_head.pt with no tensors"),
+    ],
+)
+def test_what_was_found_instead_of_heads_is_named(tmp_path: Path, content: Any, message: str) -> None:
+    torch.save(content, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(HeadsError, match=message):
+        load_checkpoint(tmp_path, backbone())
+    (tmp_path / "medusa_lm_head.pt").rename(tmp_path / "heads.ckpt")
+    with pytest.raises(HeadsError, match=r"found heads\.ckpt"):
+        load_checkpoint(tmp_path, backbone())
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "null", "{}", "\ud800", "[" * 100_000),
+        *('{"weight_map": null}', '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["b"]}}'),
+    ],
+    ids=range(10),
+)
+def test_a_broken_index_is_told(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(HeadsError, match=name):
+        load_checkpoint(tmp_path, backbone())
+
+
+@pytest.mark.parametrize("key", ["backbone", "training"])
+@pytest.mark.parametrize("value", [None, "llama", 3, ["a"]])
+def test_a_config_of_the_wrong_kinds_is_told(tmp_path: Path, key: str, value: Any) -> None:
+    make(made.own, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+    with pytest.raises(HeadsError, match=f"{key} is .*; it must be an object, or left out"):
+        load_checkpoint(tmp_path, backbone())
+    with pytest.raises(HeadsError, match=f"{key} is "):
+        describe_heads(tmp_path)
+
+
+@pytest.mark.parametrize("accuracy", [None, 1, [1, 2], [["a"]], {"all": 3}, {"all": [[None]]}, "x"])
+def test_accuracies_that_say_nothing_are_left_out(tmp_path: Path, accuracy: Any) -> None:
+    make(made.own, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "accuracy": accuracy}))
+    assert load_checkpoint(tmp_path, backbone()).accuracies == ()
+
+
+def test_a_scale_that_is_no_number_is_told(tmp_path: Path) -> None:
+    make(made.vllm, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "logit_scale": "big"}))
+    with pytest.raises(HeadsError, match="logit_scale that is no number: 'big'"):
+        load_checkpoint(tmp_path, backbone())
 
 
 def test_heads_of_another_backbone_are_loud_and_stale(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

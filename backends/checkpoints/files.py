@@ -24,6 +24,7 @@ _FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
 )
 
 
@@ -64,42 +65,50 @@ def read_config(folder: Path) -> dict[str, Any]:
     """``config.json`` as it is; empty when there is none. Told, not trusted."""
     try:
         config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}
 
 
-def read_heads_files(folder: Path, wanted: Callable[[str], bool], *, safe_only: bool = False) -> HeadsFiles | None:
+def read_heads_files(
+    folder: Path, wanted: Callable[[str], bool], *, safe_only: bool = False, left: dict[str, list[str]] | None = None
+) -> HeadsFiles | None:
     """The first file of ``folder`` that holds tensors which ``wanted`` takes by name; None when no file does.
 
-    ``safe_only``: look into safetensors only, whose names can be read without the weights.
+    ``safe_only``: look into safetensors only, whose names can be read without the weights. ``left`` is given the names
+    of tensors in files that hold none that are wanted.
 
     Raises :class:`HeadsError` for a file that is broken, or that holds code instead of tensors.
     """
     for name in _FILES:
         path = folder / name
-        if not path.is_file() or (safe_only and path.suffix in (".pt", ".bin")):
+        if not path.is_file() or (safe_only and name.removesuffix(".index.json").endswith((".pt", ".bin"))):
             continue
         parts = _shards(path) if name.endswith(".json") else (path,)
         tensors: dict[str, torch.Tensor] = {}
         others: list[str] = []
         for part in parts:
             read = _read_safetensors if part.suffix == ".safetensors" else _read_pickle
-            found, left = read(part, wanted)
+            found, rest = read(part, wanted)
             tensors |= found
-            others += left
+            others += rest
         if tensors:
             return HeadsFiles(folder, name, tensors, tuple(others), parts, read_config(folder))
+        if left is not None:
+            left[name] = others
     return None
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError):
-        raise HeadsError(f"{index} is not an index of shards") from None
+        content = json.loads(index.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise HeadsError(f"{index} can't be read as JSON: {error}") from None
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise HeadsError(f"{index} is not an index of shards: weight_map must name a file for every tensor")
     # A name must not lead out of the folder.
-    return tuple(index.parent / Path(name).name for name in names)
+    return tuple(index.parent / name for name in sorted({Path(name).name for name in files.values()}))
 
 
 @contextmanager
@@ -127,8 +136,13 @@ def _read_pickle(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, t
         raise HeadsError(f"{path} holds more than tensors; code in a checkpoint is never run") from None
     except (OSError, RuntimeError, EOFError) as error:
         raise HeadsError(f"{path} can't be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
-        raise HeadsError(f"{path} is not a dictionary of tensors")
+    if not isinstance(content, dict):
+        raise HeadsError(f"{path} is not a dictionary of tensors: its type is {type(content).__name__}")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise HeadsError(
+                f"{path} is not a dictionary of tensors: {name!r} is of type {type(value).__name__}; save the tensors alone, under names"
+            )
     return {n: t for n, t in content.items() if wanted(n)}, [n for n in content if not wanted(n)]
 
 

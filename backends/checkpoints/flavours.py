@@ -6,10 +6,13 @@ flavour             tensors                                                  wha
 fasterdecoding-v1   ``{h}.{l}.linear.weight|bias``, ``{h}.{L}.weight``       a projection for every head
 fasterdecoding-v2   ``{h}.{l}.linear.weight|bias``                           the backbone's ``lm_head``
 merged              the above behind ``medusa_head.``, beside a backbone     the backbone was trained with them
+modelopt            ``{h}.medusa_layers.{l}.linear.weight``,          a projection for every head
+                    ``{h}.lm_head.weight``
 vllm                ``blocks.{h}.layers.{l}.weight``, ``lm_heads.{h}.weight``, often without biases; a reduced
                     ``token_map``                                            vocabulary
 =================== ======================================================== =========================================
 
+Names may stand behind ``medusa_heads.``, and behind what torch's wrappers put first (``module.``, ``_orig_mod.``).
 The project's own format is read by :mod:`backends.heads`.
 """
 
@@ -25,14 +28,22 @@ import torch
 from backends.checkpoints.residual_heads import ResidualBlock, ResidualHeads
 from backends.heads import HeadsError
 
-Flavour = Literal["fasterdecoding-v1", "fasterdecoding-v2", "merged", "vllm"]
+Flavour = Literal["fasterdecoding-v1", "fasterdecoding-v2", "merged", "modelopt", "vllm"]
 
-_PREFIX = re.compile(r"^medusa_heads?\.")
+_PREFIX = re.compile(r"^(module\.|_orig_mod\.)*(?P<heads>medusa_heads?\.)?")
+_MODELOPT_BLOCK = re.compile(r"^(?P<head>\d+)\.medusa_layers\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)$")
+_MODELOPT_PROJECTION = re.compile(r"^(?P<head>\d+)\.lm_head\.weight$")
 _BLOCK = re.compile(r"^(?P<head>\d+)\.(?P<layer>\d+)\.linear\.(?P<part>weight|bias)$")
 _PROJECTION = re.compile(r"^(?P<head>\d+)\.(?P<layer>\d+)\.weight$")
 _VLLM_BLOCK = re.compile(r"^blocks\.(?P<head>\d+)\.layers\.(?P<layer>\d+)\.(?P<part>weight|bias)$")
 _VLLM_PROJECTION = re.compile(r"^lm_heads\.(?P<head>\d+)\.weight$")
 _TOKEN_MAP = "token_map"
+_SPELLINGS: tuple[tuple[Flavour, re.Pattern[str], re.Pattern[str]], ...] = (
+    ("vllm", _VLLM_BLOCK, _VLLM_PROJECTION),
+    ("modelopt", _MODELOPT_BLOCK, _MODELOPT_PROJECTION),
+    ("fasterdecoding-v1", _BLOCK, _PROJECTION),
+)
+"""By flavour: the names of blocks and projections. The last is taken when no block tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +55,13 @@ class ForeignHeads:
 def is_head_tensor(name: str) -> bool:
     """Whether a tensor of this name belongs to heads of some flavour."""
     bare = _PREFIX.sub("", name)
-    return bare == _TOKEN_MAP or any(
-        pattern.match(bare) for pattern in (_BLOCK, _PROJECTION, _VLLM_BLOCK, _VLLM_PROJECTION)
-    )
+    return bare == _TOKEN_MAP or any(block.match(bare) or projection.match(bare) for _, block, projection in _SPELLINGS)
+
+
+def lies_in_a_model(name: str) -> bool:
+    """Whether a head tensor's name says that it is a part of a whole model."""
+    match = _PREFIX.match(name)
+    return match is not None and match["heads"] is not None
 
 
 def parse_heads(
@@ -58,7 +73,10 @@ def parse_heads(
     question: :func:`check_fit`.
     """
     found = {_PREFIX.sub("", name): tensor for name, tensor in tensors.items()}
-    vllm = any(_VLLM_BLOCK.match(name) for name in found)
+    spelling, block_name, projection_name = next(
+        (each for each in _SPELLINGS if any(each[1].match(name) for name in found)), _SPELLINGS[-1]
+    )
+    vllm = spelling == "vllm"
     blocks: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     projections: dict[int, torch.Tensor] = {}
     ends: dict[int, int] = {}
@@ -67,12 +85,12 @@ def parse_heads(
             continue
         if not tensor.is_floating_point():
             raise HeadsError(f"{where}: {name} is {tensor.dtype}, not floating point")
-        if match := (_VLLM_BLOCK if vllm else _BLOCK).match(name):
+        if match := block_name.match(name):
             layers = blocks.setdefault(int(match["head"]), {})
             layers.setdefault(int(match["layer"]), {})[match["part"]] = tensor
-        elif match := (_VLLM_PROJECTION if vllm else _PROJECTION).match(name):
+        elif match := projection_name.match(name):
             projections[int(match["head"])] = tensor
-            ends[int(match["head"])] = -1 if vllm else int(match["layer"])
+            ends[int(match["head"])] = int(match["layer"]) if spelling == "fasterdecoding-v1" else -1
         else:
             raise HeadsError(f"{where}: {name} belongs to another kind of heads than the rest")
     # A head may be a projection alone. vLLM's may share one, which is then that of head 0 ("original_lm_head").
@@ -100,14 +118,14 @@ def parse_heads(
             raise HeadsError(f"{where}: projections of {len(rows[0])} rows don't fit a token_map of {len(token_ids)}")
         # As vLLM does when it loads: projections onto the whole vocabulary are cut down.
         rows = tuple(p[token_ids.long()] for p in rows)
-    flavour: Flavour = "vllm" if vllm else "merged" if beside_backbone else _fasterdecoding(rows)
-    scale = float(config.get("logit_scale") or 1.0) if vllm else 1.0
+    flavour: Flavour = "merged" if beside_backbone and not vllm else spelling
+    if flavour == "fasterdecoding-v1" and not rows:
+        flavour = "fasterdecoding-v2"
+    scale = config.get("logit_scale") or 1.0 if vllm else 1.0
+    if not isinstance(scale, int | float):
+        raise HeadsError(f"{where}: config.json gives a logit_scale that is no number: {scale!r}")
     ids = None if token_ids is None else token_ids.long()
-    return ForeignHeads(flavour, ResidualHeads(heads, rows, ids, scale))
-
-
-def _fasterdecoding(projections: tuple[torch.Tensor, ...]) -> Flavour:
-    return "fasterdecoding-v1" if projections else "fasterdecoding-v2"
+    return ForeignHeads(flavour, ResidualHeads(heads, rows, ids, float(scale)))
 
 
 def _counted(found: Collection[int], what: str, where: str) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from backends.checkpoints.files import HeadsFiles, first_values, read_config, read_heads_files, resolve_folder
-from backends.checkpoints.flavours import ForeignHeads, check_fit, is_head_tensor, parse_heads
+from backends.checkpoints.flavours import ForeignHeads, check_fit, is_head_tensor, lies_in_a_model, parse_heads
 from backends.checkpoints.residual_heads import ResidualHeads, TorchHeads
 from backends.heads import WEIGHTS_FILE, HeadsError, MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
 from backends.heads_in_torch import HeadsInTorch
@@ -137,18 +137,30 @@ def holds_heads(folder: Path) -> bool:
 
 def read_foreign(folder: Path) -> tuple[HeadsFiles, ForeignHeads]:
     """Another project's heads, not yet compared with a backbone. Raises :class:`HeadsError`."""
-    files = read_heads_files(folder, is_head_tensor)
+    left: dict[str, list[str]] = {}
+    files = read_heads_files(folder, is_head_tensor, left=left)
     if files is None:
         raise HeadsError(
             f"{folder} holds no Medusa heads: looked for medusa_heads.safetensors, medusa_lm_head.safetensors, "
-            "medusa_lm_head.pt, and for medusa_head.* or blocks.* tensors in a model's files"
+            "medusa_lm_head.pt, and for medusa_head.* or blocks.* tensors in a model's files (model.safetensors, "
+            f"pytorch_model.bin, or an index of their shards); found {_what_is_there(folder, left)}"
         )
     merged = bool(files.others)
-    if merged and not any(name.startswith("medusa_head") for name in files.tensors):
+    if merged and not any(lies_in_a_model(name) for name in files.tensors):
         raise HeadsError(f"{folder / files.name}: what is {files.others[0]} beside the heads?")
     return files, parse_heads(
         files.tensors, beside_backbone=merged, config=files.config, where=f"{folder / files.name}"
     )
+
+
+def _what_is_there(folder: Path, left: dict[str, list[str]]) -> str:
+    if left:
+        return ", ".join(f"{file} with {_few(names) or 'no tensors'}" for file, names in left.items())
+    return _few(sorted(path.name for path in folder.iterdir())) or "nothing"
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def trained_for(config: dict[str, Any]) -> str:
@@ -194,6 +206,7 @@ def _accuracies(config: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
     found = config.get("accuracy")
     if isinstance(found, dict):
         found = found.get("all")
-    if not isinstance(found, list):
+    try:
+        return tuple(tuple(float(value) for value in ranks) for ranks in found or ())
+    except (TypeError, ValueError):
         return ()
-    return tuple(tuple(float(value) for value in ranks) for ranks in found)
