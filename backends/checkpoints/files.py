@@ -134,14 +134,15 @@ def _read_pickle(path: Path, wanted: Callable[[str], bool]) -> tuple[dict[str, t
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise HeadsError(f"{path} holds more than tensors; code in a checkpoint is never run") from None
-    except (OSError, RuntimeError, EOFError) as error:
+    except Exception as error:  # a damaged pickle raises whatever its next byte leads to
         raise HeadsError(f"{path} can't be read: {str(error).splitlines()[0] if str(error) else error!r}") from None
     if not isinstance(content, dict):
         raise HeadsError(f"{path} is not a dictionary of tensors: its type is {type(content).__name__}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor):
             raise HeadsError(
-                f"{path} is not a dictionary of tensors: {name!r} is of type {type(value).__name__}; save the tensors alone, under names"
+                f"{path} is not a dictionary of tensors: {name!r} is of type {type(value).__name__}; save the tensors "
+                "alone, under names"
             )
     return {n: t for n, t in content.items() if wanted(n)}, [n for n in content if not wanted(n)]
 

@@ -12,20 +12,36 @@ from pathlib import Path
 from typing import Any
 
 from backends.engine_core import EngineCore
+from backends.json_lines import read_objects
 from backends.tokenizer import HfTokenizer
-from backends.training.dataset import AnswersError, read_jsonl
+from backends.training.dataset import AnswersError, parse_answer, record_id, record_text
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 
 # Finished answers are written together: a gzip member of one line hardly compresses.
 _ANSWERS_PER_WRITE = 32
+_EXAMPLE = '{"id": "1", "prompt": "..."}'
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
-    """Records with id, label and prompt. Raises :class:`AnswersError` for one that lacks id or prompt."""
-    prompts = list(read_jsonl(path))
-    for number, record in enumerate(prompts, start=1):
-        if not isinstance(record.get("prompt"), str) or "id" not in record:
-            raise AnswersError(f"{path}: record {number} needs id and prompt")
+    """Records with id, a string of its own for each, and prompt; label, licence and source are strings where given.
+
+    Raises :class:`AnswersError` naming file and line of one that isn't so, and for a file without any.
+    """
+    prompts = []
+    lines: dict[str, int] = {}
+    for number, record in read_objects(path, AnswersError):
+        where = f"{path}:{number}"
+        if "id" not in record or not isinstance(record.get("prompt"), str):
+            raise AnswersError(f'{where}: needs "id" and "prompt" (a string), such as {_EXAMPLE}')
+        prompt_id = record_id(where, record)
+        if prompt_id in lines:
+            raise AnswersError(f"{where}: id {prompt_id!r} is that of line {lines[prompt_id]} too; give each its own")
+        lines[prompt_id] = number
+        for name in ("label", "licence", "source"):
+            record_text(where, record, name)
+        prompts.append({**record, "id": prompt_id})
+    if not prompts:
+        raise AnswersError(f"{path}: no prompts in it; write lines such as {_EXAMPLE}")
     return prompts
 
 
@@ -40,19 +56,21 @@ def generate_answers(
     max_prompt_tokens: int = 512,
     seed: int = 0,
     progress: Callable[[int], object] = lambda tokens: None,
-) -> None:
+) -> int:
     """Append the model's answers to ``path`` (.jsonl.gz), skipping prompts answered there already.
 
     Each prompt is one user message under the model's chat template, or has its ``prompt_ids`` already; ``temperature``
     0 is greedy, and sampling is seeded by the prompt's id, so that a resumed run gives the same answers. Prompts over
-    ``max_prompt_tokens``, or too long for the context, are left out. The order is shuffled: any first part of the file
-    is a fair sample.
-    ``progress`` is called with the tokens of each finished answer.
+    ``max_prompt_tokens``, or too long for the context, are left out; how many is returned. The order is shuffled: any
+    first part of the file is a fair sample.
+    ``progress`` is called with the tokens of each finished answer. Raises :class:`AnswersError` for a ``path`` that
+    holds something else.
     """
-    done = list(read_jsonl(path)) if path.exists() else []
+    done = _answered(path) if path.exists() else []
     _rewrite(path, done)
-    answered = {record["id"] for record in done}
-    waiting = [prompt for prompt in prompts if prompt["id"] not in answered]
+    answered = {str(record["id"]) for record in done}
+    waiting = [prompt for prompt in prompts if str(prompt["id"]) not in answered]
+    left_out = 0
     random.Random(seed).shuffle(waiting)
     plan = DecodingPlan(method="vanilla", num_heads=0, reason="distillation")
     asked: dict[str, dict[str, Any]] = {}
@@ -62,6 +80,7 @@ def generate_answers(
             prompt = waiting.pop()
             ids = prompt.get("prompt_ids") or tokenizer.encode_chat([{"role": "user", "content": prompt["prompt"]}])
             if len(ids) > max_prompt_tokens or len(ids) + max_new_tokens > core.config.max_model_len:
+                left_out += 1
                 continue
             request_id = str(prompt["id"])
             asked[request_id] = {
@@ -88,6 +107,19 @@ def generate_answers(
             _append(path, finished)
             finished = []
     _append(path, finished)
+    return left_out
+
+
+def _answered(path: Path) -> list[dict[str, Any]]:
+    """What an earlier run has written. Anything else, such as the prompts themselves, must not be written over."""
+    done = []
+    for number, record in read_objects(path, AnswersError, torn_end=True):
+        try:
+            parse_answer(f"{path}:{number}", record)
+        except AnswersError as error:
+            raise AnswersError(f"{error}; to write answers there, give the name of a new file") from None
+        done.append(record)
+    return done
 
 
 def _seed_of(request_id: str, seed: int) -> int:

@@ -38,10 +38,13 @@ class CleaningReport:
     def to_json(self) -> dict[str, Any]:
         return {"kept": self.kept, "dropped": self.dropped, "by_class": self.by_class}
 
+    @property
+    def reasons(self) -> str:
+        return ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
+
     def __str__(self) -> str:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in self.dropped.items())
         classes = ", ".join(f"{label} {count}" for label, count in sorted(self.by_class.items()))
-        return f"{self.kept} answers to train on ({classes}); dropped: {dropped}"
+        return f"{self.kept} answers to train on ({classes}); dropped: {self.reasons}"
 
 
 def repetition(tokens: Sequence[int]) -> float:

@@ -7,17 +7,19 @@ state that predicts ``answer[j]`` (what ``lm_head`` is fed). Given that row and 
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from backends.json_lines import read_objects
 
 HIDDEN_FILE = "hidden.bf16"
 CHUNKS_FILE = "chunks.jsonl"
@@ -46,47 +48,83 @@ class Answer:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a ``.jsonl`` or ``.jsonl.gz`` file. A torn tail (a killed writer) ends the file quietly.
+    """Objects of a file that this program writes. A torn tail (a killed writer) ends it quietly.
 
     Raises :class:`AnswersError` for a line in the middle that is not a JSON object.
     """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8") as file:
-        torn: int | None = None
-        try:
-            for number, line in enumerate(file, start=1):
-                if torn is not None:
-                    raise AnswersError(f"{path}:{torn}: not a JSON object")
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    torn = number
-                    continue
-                if not isinstance(record, dict):
-                    raise AnswersError(f"{path}:{number}: not a JSON object")
-                yield record
-        except (EOFError, zlib.error):
-            return
+    return (record for _, record in read_objects(path, AnswersError, torn_end=True))
 
 
-def read_answers(paths: Iterable[Path]) -> list[Answer]:
-    """Answers of one or more files, in order. Raises :class:`AnswersError` naming the file of a bad record."""
+def read_answers(
+    paths: Iterable[Path],
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    log: Callable[[str], object] = lambda line: None,
+) -> list[Answer]:
+    """Answers of one or more files, in order. Those that nothing can be learnt from are left out; ``log`` is told.
+
+    ``vocab_size`` and ``max_length``: of the model that is to read them. Raises :class:`AnswersError` naming file and
+    line of a bad record.
+    """
     answers = []
     for path in paths:
-        for number, record in enumerate(read_jsonl(path), start=1):
-            try:
-                answers.append(
-                    Answer(
-                        str(record["id"]),
-                        str(record.get("label", "")),
-                        tuple(record["prompt_ids"]),
-                        tuple(record["answer_ids"]),
-                        float(record.get("temperature", 0.0)),
-                    )
-                )
-            except (KeyError, TypeError, ValueError) as error:
-                raise AnswersError(f"{path}: record {number} needs id, prompt_ids and answer_ids ({error})") from None
-    return [answer for answer in answers if answer.prompt_ids and len(answer.answer_ids) >= 2]
+        total, left_out = 0, Counter[str]()
+        for number, record in read_objects(path, AnswersError):
+            answer = parse_answer(f"{path}:{number}", record, vocab_size)
+            total += 1
+            if not answer.prompt_ids or len(answer.answer_ids) < 2:
+                left_out["without a prompt, or of fewer than 2 tokens"] += 1
+            elif max_length is not None and len(answer.prompt_ids) + len(answer.answer_ids) > max_length:
+                left_out[f"longer than the model's {max_length} tokens"] += 1
+            else:
+                answers.append(answer)
+        if not total:
+            raise AnswersError(f"{path}: no answers in it; have some made with: medusa-gateway heads answers")
+        for reason, count in left_out.items():
+            log(f"{path}: {count} of {total} answers left out: {reason}")
+    return answers
+
+
+def parse_answer(where: str, record: Mapping[str, Any], vocab_size: int | None = None) -> Answer:
+    """Raises :class:`AnswersError` saying ``where``."""
+    missing = [name for name in ("id", "prompt_ids", "answer_ids") if name not in record]
+    if missing:
+        raise AnswersError(f"{where}: no {' and no '.join(missing)}; an answer has id, prompt_ids and answer_ids")
+    for name in ("prompt_ids", "answer_ids"):
+        ids = record[name]
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise AnswersError(f"{where}: {name} must be a list of token ids")
+        if ids and (min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size)):
+            wrong = min(ids) if min(ids) < 0 else max(ids)
+            of = "" if vocab_size is None else f" of {vocab_size}: it was made by another model"
+            raise AnswersError(f"{where}: token {wrong} of {name} is outside the vocabulary{of}")
+    temperature = record.get("temperature") or 0.0
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise AnswersError(f"{where}: temperature must be a number, 0 or more")
+    return Answer(
+        record_id(where, record),
+        record_text(where, record, "label"),
+        tuple(record["prompt_ids"]),
+        tuple(record["answer_ids"]),
+        float(temperature),
+    )
+
+
+def record_id(where: str, record: Mapping[str, Any]) -> str:
+    """1 and "1" are the same id. Raises :class:`AnswersError`."""
+    found = record["id"]
+    if not isinstance(found, str | int) or isinstance(found, bool):
+        raise AnswersError(f"{where}: id must be a string or a whole number")
+    return str(found)
+
+
+def record_text(where: str, record: Mapping[str, Any], name: str) -> str:
+    """A string that may be left out. Raises :class:`AnswersError`."""
+    found = record.get(name)
+    if not isinstance(found, str | None):
+        raise AnswersError(f"{where}: {name} must be a string, or left out")
+    return found or ""
 
 
 @dataclass(frozen=True)
@@ -192,6 +230,8 @@ def _check_chunks(folder: Path, answers: Sequence[Answer], backbone_fingerprint:
     if not path.exists():
         return 0, 0
     for record in read_jsonl(path):
+        if not {"answers", "rows", "sha256", "backbone"} <= record.keys():
+            raise AnswersError(f"{path} is no list of cached states; choose another folder or delete it")
         chunk = answers[done_answers : done_answers + record["answers"]]
         if record["backbone"] != backbone_fingerprint:
             raise AnswersError(f"{folder} holds hidden states of another backbone; choose another folder or delete it")

@@ -97,15 +97,42 @@ def training_states(backbone: Backbone, run: TrainingRun, *, log: Callable[[str]
     Raises :class:`AnswersError` for unusable input, :class:`TrainingError` when nothing is held out.
     """
     with run.workers.main_first():
+        # Before answers are made, and long before the prompts' licences are counted.
+        if run.prompts is not None:
+            _check_prompts(run.prompts, to_answer=not run.answers)
         first, *others = run.answers or _generate(backbone, run, log)
-        answers = read_answers([first]) + [answer for answer in read_answers(others) if not answer.held_out]
-        if not any(answer.held_out for answer in answers):
-            raise TrainingError("no held-out answers: bring more prompts (5% are kept for evaluation)")
+        answers = read_own_answers(backbone, [first], log)
+        answers += [answer for answer in read_own_answers(backbone, others, log) if not answer.held_out]
+        held_out = sum(answer.held_out for answer in answers)
+        if not held_out:
+            raise TrainingError(f"none of the {len(answers)} answers is held out: bring more (5% are, by their ids)")
+        dropped, cleaned = dropped_answers(answers, run.cleaning)
+        if not cleaned.kept:
+            raise TrainingError(
+                f"nothing is left to train on: of {len(answers)} answers {held_out} are held out for the evaluation; "
+                f"dropped: {cleaned.reasons} (see --min-tokens and --max-repetition)"
+            )
+        # The cache holds all answers, so that other cleaning options need no other cache.
         states = collect_states(backbone, answers, run.work_dir / "hidden", log=log)
-    # The cache holds all answers, so that other cleaning options need no other cache.
-    dropped, cleaned = dropped_answers(states.answers, run.cleaning)
     log(f"{len(states.answers)} answers, {len(states.tokens)} tokens; {cleaned}")
     return replace(states, dropped=dropped)
+
+
+def read_own_answers(backbone: Backbone, files: Sequence[Path], log: Callable[[str], object]) -> list[Answer]:
+    """Answers that ``backbone`` can read. Raises :class:`AnswersError`."""
+    longest = getattr(backbone.model.config, "max_position_embeddings", None)
+    return read_answers(files, vocab_size=backbone.vocab_size, max_length=longest, log=log)
+
+
+def _check_prompts(path: Path, *, to_answer: bool) -> None:
+    """Raises :class:`AnswersError`, and :class:`TrainingError` when the ids tell that training could not go on."""
+    prompts = read_prompts(path)
+    held_out = sum(Answer(prompt["id"], "", (), ()).held_out for prompt in prompts)
+    if to_answer and held_out in (0, len(prompts)):
+        raise TrainingError(
+            f"{path}: {'all' if held_out else 'none'} of the {len(prompts)} prompts are held out for the evaluation "
+            "(5% are, by their ids): bring more"
+        )
 
 
 def heads_config(backbone: Backbone, states: HiddenStates, run: TrainingRun) -> dict[str, Any]:
@@ -152,7 +179,7 @@ def evaluate_folder(
 ) -> EvaluationReport:
     """Evaluate a heads folder on the held-out share of ``answer_files``; the backbone runs over that share only."""
     heads = load_heads(folder, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
-    held_out = [answer for answer in read_answers(answer_files) if answer.held_out]
+    held_out = [answer for answer in read_own_answers(backbone, answer_files, log) if answer.held_out]
     if not held_out:
         raise AnswersError("none of these answers is in the held-out 5%; bring more")
     states = collect_states(backbone, held_out, work_dir, log=log)
@@ -231,9 +258,16 @@ def answer_prompts(
         backbone.engine(kv_tokens=32 * (options.max_prompt_tokens + options.max_new_tokens)) as core,
         progress_bar(len(records), "answers", "answer") as advance,
     ):
-        generate_answers(
+        left_out = generate_answers(
             core, backbone.tokenizer, records, path, **dataclasses.asdict(options), progress=lambda tokens: advance(1)
         )
+    if left_out:
+        reason = (
+            f"longer than {options.max_prompt_tokens} tokens, or without room for {options.max_new_tokens} new ones"
+        )
+        if left_out == len(records):
+            raise AnswersError(f"{prompts}: all {left_out} prompts are {reason}")
+        log(f"{prompts}: {left_out} of {len(records)} prompts left out: {reason}")
     log(f"answers ready in {path} after {time.monotonic() - started:.0f} s")
 
 

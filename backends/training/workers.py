@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 from torch import nn
 
+from backends.training.checkpoint import TrainingError
+
 # The first process makes answers while the others wait for it, which may take hours.
 _PATIENCE = timedelta(days=2)
 
@@ -43,12 +45,23 @@ class Workers:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """The main worker runs the block before the others do: what it wrote is there for them."""
-        if not self.is_main:
-            self.wait()
-        yield
-        if self.is_main:
-            self.wait()
+        """The main worker runs the block before the others do: what it wrote is there for them.
+
+        If it fails there, the others don't enter the block: they raise :class:`TrainingError`.
+        """
+        if not self.is_main and self._any_failed(failed=False):
+            raise TrainingError("the first of the processes could not go on, and says why")
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            if self.is_main:
+                self._any_failed(failed=failed)
+
+    def _any_failed(self, *, failed: bool) -> bool:
+        """Once every worker is here: whether one of them says so."""
+        return bool(self.sum(torch.tensor([float(failed)], device=self.device)).item())
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         if self.count == 1:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from backends.json_lines import objects_of, read_objects
 
 EVAL_DIR = Path(__file__).parent / "assets" / "eval"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -39,12 +40,11 @@ class Example:
 def read_examples(path: Path) -> list[Example]:
     """The examples of a JSON lines file: "label" and "prompt" or "messages"; source, licence, lang, id are optional."""
     try:
-        text = path.read_text(encoding="utf-8")
+        examples = [_example(f"{path}:{number}", row) for number, row in read_objects(path, DataError)]
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; give a JSON lines file of labelled prompts") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: can't be read as UTF-8 text ({error}); give a JSON lines file") from error
-    examples = [_example(where, row) for where, row in _rows(path, text.split("\n"))]
+    except OSError as error:
+        raise DataError(f"{path}: can't be read ({error.strerror or error}); give a JSON lines file") from error
     if not examples:
         raise DataError(f'{path}: no examples; write lines such as {{"prompt": "...", "label": "code"}}')
     return examples
@@ -55,24 +55,13 @@ def shipped_sets() -> dict[str, list[Example]]:
     return {path.stem: read_examples(path) for path in sorted(EVAL_DIR.glob("*.jsonl"))}
 
 
-def read_prompts(name: str, lines: Iterable[str]) -> Iterator[list[dict[str, Any]] | str]:
-    """Unlabelled lines of {"prompt": ...} or {"messages": [...]}, each as `PromptClassifier.classify` takes it."""
-    for where, row in _rows(name, lines):
-        yield _request(where, row)
+def read_prompts(name: str, lines: Iterable[bytes | str]) -> Iterator[list[dict[str, Any]] | str]:
+    """Unlabelled lines of {"prompt": ...} or {"messages": [...]}, each as `PromptClassifier.classify` takes it.
 
-
-def _rows(name: Path | str, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        where = f"{name}:{number}"
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error}); write one JSON object a line") from None
-        if not isinstance(row, dict):
-            raise DataError(f'{where}: {type(row).__name__} instead of an object; write {{"prompt": "..."}}')
-        yield where, row
+    Bytes that aren't UTF-8 become replacement characters: one bad line must not end a stream.
+    """
+    for number, row in objects_of(name, lines, DataError, replace=True):
+        yield _request(f"{name}:{number}", row)
 
 
 def _request(where: str, row: dict[str, Any]) -> list[dict[str, Any]] | str:

@@ -75,15 +75,14 @@ def _classify_lines(classifier: PromptClassifier, name: str) -> None:
         print(json.dumps(classifier.classify(prompt).as_dict(), ensure_ascii=False))
 
 
-def _lines(name: str) -> Iterator[str]:
+def _lines(name: str) -> Iterator[bytes]:
     from gateway.classifier.dataset import DataError
 
     if name == "-":
-        # Bytes that aren't UTF-8 become replacement characters: one bad line must not end a stream.
-        yield from (line.decode("utf-8", "replace") for line in sys.stdin.buffer)
+        yield from sys.stdin.buffer
         return
     try:
-        with open(name, encoding="utf-8", errors="replace") as file:
+        with open(name, "rb") as file:
             yield from file
     except OSError as error:
         raise DataError(f"{name}: {error.strerror}; give a readable JSON lines file or -") from error

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
         )
         backbone = open_backbone(args, args.device)
-        prompts, answers = _prompts_and_answers(args, backbone)
+        prompts, answers = _prompts_and_answers(args, backbone, log)
         with tempfile.TemporaryDirectory() as scratch:
             work_dir = args.work_dir or Path(scratch)
             assessment = assess(backbone, args.heads, prompts, answers, work_dir, options, log=log)
@@ -73,14 +74,17 @@ def run(args: argparse.Namespace) -> int:
     return reporting_errors(evaluate)
 
 
-def _prompts_and_answers(args: argparse.Namespace, backbone: Backbone) -> tuple[list[Answer], list[Answer]]:
+def _prompts_and_answers(
+    args: argparse.Namespace, backbone: Backbone, log: Callable[[str], object]
+) -> tuple[list[Answer], list[Answer]]:
     """What to decode, and what to measure accuracy on; of the latter nothing without ``--answers``."""
     from backends.bench_prompts import PROMPTS
     from backends.training.answers import read_prompts
-    from backends.training.dataset import Answer, AnswersError, read_answers
+    from backends.training.dataset import Answer, AnswersError
+    from backends.training.distill import read_own_answers
 
     if args.answers:
-        held_out = [answer for answer in read_answers(args.answers) if answer.held_out]
+        held_out = [answer for answer in read_own_answers(backbone, args.answers, log) if answer.held_out]
         if not held_out:
             raise AnswersError("none of these answers is in the held-out 5%; bring more")
         return held_out, held_out
