@@ -89,8 +89,8 @@ def _object(line: bytes | str, *, first: bool, replace: bool) -> dict[str, Any] 
     except RecursionError:
         raise _LineError("nested too deeply; write one JSON object a line") from None
     except ValueError as problem:
-        hint = "" if text.endswith("\n") else ", and the file ends here, maybe in the middle of a line"
-        raise _LineError(f"not JSON ({problem}){hint}; write one JSON object a line") from None
+        where = f"{problem.msg} at place {problem.pos + 1}" if isinstance(problem, json.JSONDecodeError) else problem
+        raise _LineError(f"not JSON ({where}); write one JSON object a line") from None
     if not isinstance(record, dict):
         raise _LineError(f"{type(record).__name__} instead of an object; write one JSON object a line")
     return record

@@ -341,9 +341,7 @@ def test_a_model_without_native_kernels_is_itself_again_after_its_engine():
 def test_bad_answers_are_named(tmp_path):
     path = tmp_path / "answers.jsonl"
     path.write_text('{"id": 1, "prompt_ids": [1]}\n')
-    with pytest.raises(
-        AnswersError, match=r"answers\.jsonl:1: no answer_ids; an answer has id, prompt_ids and answer_ids"
-    ):
+    with pytest.raises(AnswersError, match=r"answers\.jsonl:1: no answer_ids; an answer has id"):
         read_answers([path])
     path.write_text('not json\n{"id": 1}\n')
     with pytest.raises(AnswersError, match=r"answers\.jsonl:1: not JSON"):

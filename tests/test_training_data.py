@@ -101,61 +101,45 @@ def test_bfloat16_products_keep_float32_parameters(tmp_path):
     torch.testing.assert_close(mixed.up.weight, exact.up.weight, rtol=0, atol=0.05)
 
 
-def two_processes(code: str, *arguments: str) -> list[int]:
-    """Exit statuses of two that are joined through accelerate with gloo."""
+def test_two_processes_train_as_one(tmp_path):
+    """Through accelerate with gloo; the second process must write nothing.
+
+    Where the first one fails in what it does first, the other neither waits for it nor begins the same.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    base |= {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(2)
-    ]
-    return [process.wait(timeout=90) for process in processes]
-
-
-def test_the_others_are_told_when_the_first_process_fails(tmp_path):
-    """They neither wait for it nor begin what it could not do, such as answering prompts into the same file."""
-    code = """if True:
-        import sys
-        from pathlib import Path
-        from backends.training.checkpoint import TrainingError
-        from backends.training.workers import joined_workers
-        with joined_workers() as workers:
-            try:
-                with workers.main_first():
-                    (Path(sys.argv[1]) / str(workers.index)).touch()
-                    raise ValueError("the disk is full")
-            except ValueError as error:
-                assert workers.is_main
-            except TrainingError as error:
-                assert not workers.is_main and "the first of the processes" in str(error)
-            with workers.main_first():
-                pass
-    """
-    assert two_processes(code, str(tmp_path)) == [0, 0]
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]
-
-
-def test_two_processes_train_as_one(tmp_path):
-    """The second process must write nothing."""
     code = """if True:
         import sys, torch
         from pathlib import Path
+        from backends.training.checkpoint import TrainingError
         from backends.training.workers import joined_workers
         from tests.test_training_data import OPTIONS, trained
         torch.set_num_threads(1)
         with joined_workers() as workers:
             assert workers.count == 2
+            try:
+                with workers.main_first():
+                    assert workers.is_main
+                    raise ValueError("the disk is full")
+            except ValueError:
+                assert workers.is_main
+            except TrainingError as error:
+                assert not workers.is_main and "the first of the processes" in str(error)
             folder = Path(sys.argv[1]) / str(workers.index)
             heads = trained(folder, OPTIONS, workers)
             assert folder.exists() == workers.is_main
             torch.save(heads.state_dict(), f"{folder}.pt")
     """
-    assert two_processes(code, str(tmp_path)) == [0, 0]
+    base = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    base |= {"CUDA_VISIBLE_DEVICES": "", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=90) for process in processes] == [0, 0]
     alone = trained(tmp_path / "alone", OPTIONS).state_dict()
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     for name, tensor in alone.items():
