@@ -243,6 +243,9 @@ def test_eval_on_the_command_line(toy: Toy, tmp_path, capsys):
     path = tmp_path / "none.jsonl"
     path.write_text("")
     assert run("--answers", str(path)) == 2
+    assert "no answers in it" in capsys.readouterr().err
+    path.write_text('{"id": "1", "prompt_ids": [1], "answer_ids": [2, 3]}\n')
+    assert run("--answers", str(path)) == 2
     assert "held-out" in capsys.readouterr().err
 
 
