@@ -314,7 +314,7 @@ def test_no_bytes_end_in_a_traceback(tmp_path: Path, reader: str) -> None:
         b"null",
         b"\xe2\x80",
     ]
-    for _ in range(300):
+    for _ in range(150):
         mutant = whole
         for _ in range(drawn.randint(1, 3)):
             at = drawn.randrange(len(mutant) + 1)
@@ -323,7 +323,7 @@ def test_no_bytes_end_in_a_traceback(tmp_path: Path, reader: str) -> None:
         if drawn.random() < 0.2:
             mutant = gzip.compress(mutant)[: -drawn.randint(1, 12)]
         refused += is_refused(read, write(tmp_path, mutant))
-    assert refused > 100
+    assert refused > 50
     records = [json.loads(each) for each in content.rstrip().split("\n")]
     for record in records:
         for key in record:
