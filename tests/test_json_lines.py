@@ -240,11 +240,13 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path, backbone: Backbon
         answer_prompts(backbone, write(tmp_path, text_of(line("x", "y" * 900))), tmp_path / "b", options, log=print)
 
 
-def test_answers_are_not_written_over_something_else(tmp_path: Path, backbone: Backbone) -> None:
-    path = write(tmp_path, text_of(*FIVE))
+@pytest.mark.parametrize("content", [text_of(*FIVE), "my notes", "my\nnotes"])
+def test_answers_are_not_written_over_something_else(tmp_path: Path, backbone: Backbone, content: str) -> None:
+    path = write(tmp_path, content, "kept")
+    prompts = write(tmp_path, text_of(*FIVE))
     with pytest.raises(AnswersError, match="give the name of a new file"):
-        answer_prompts(backbone, path, path, AnswerOptions(max_new_tokens=4), log=print)
-    assert path.read_text() == text_of(*FIVE)
+        answer_prompts(backbone, prompts, path, AnswerOptions(max_new_tokens=4), log=print)
+    assert path.read_text() == content
 
 
 # Whatever the bytes are.

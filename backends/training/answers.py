@@ -19,6 +19,7 @@ from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 
 # Finished answers are written together: a gzip member of one line hardly compresses.
 _ANSWERS_PER_WRITE = 32
+_GZIP = b"\x1f\x8b"
 _EXAMPLE = '{"id": "1", "prompt": "..."}'
 
 
@@ -113,12 +114,14 @@ def generate_answers(
 def _answered(path: Path) -> list[dict[str, Any]]:
     """What an earlier run has written. Anything else, such as the prompts themselves, must not be written over."""
     done = []
-    for number, record in read_objects(path, AnswersError, torn_end=True):
-        try:
+    try:
+        for number, record in read_objects(path, AnswersError, torn_end=True):
             parse_answer(f"{path}:{number}", record)
-        except AnswersError as error:
-            raise AnswersError(f"{error}; to write answers there, give the name of a new file") from None
-        done.append(record)
+            done.append(record)
+        if not done and path.read_bytes()[:2] not in (b"", _GZIP):
+            raise AnswersError(f"{path} holds no answers")
+    except AnswersError as error:
+        raise AnswersError(f"{error}; to write answers, give the name of a new file") from None
     return done
 
 
