@@ -93,6 +93,13 @@ def test_the_bundled_redis(tmp_path: Path) -> None:
             redis.Redis(port=client.connection_pool.connection_kwargs["port"]).ping()
         assert (tmp_path / "run/redis/password.conf").stat().st_mode & 0o077 == 0
         client.set("kept", "yes")
+        # A bucket of somebody's limits, the shortest-lived key there is, stays when memory runs out.
+        client.config_set("maxmemory", "4mb")
+        client.set("limits", "used up", ex=120)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            for number in range(20_000):
+                client.set(f"pad{number}", "x" * 4000, ex=86_400)
+        assert client.get("limits") == "used up"
     with bundled_redis(tmp_path, "another") as client:
         assert client.get("kept") == "yes", "the volume outlives the pod"
 
