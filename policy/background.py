@@ -39,10 +39,15 @@ async def cancel_and_wait(*tasks: asyncio.Task[None], again_s: float = AGAIN_S, 
             logger.error("%s had failed: %s", task.get_name(), type(error).__name__)
 
 
-async def pause(seconds: float) -> None:
-    """Sleep between two rounds of a loop; ends it at once if it was cancelled meanwhile and did not notice."""
+def cancelled() -> bool:
+    """Whether the running task was told to end, also if that was swallowed."""
     task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    return task is not None and task.cancelling() > 0
+
+
+async def pause(seconds: float) -> None:
+    """Sleep between two rounds of a loop, or end it if it was cancelled meanwhile and did not notice."""
+    if cancelled():
         raise asyncio.CancelledError
     await asyncio.sleep(seconds)
 

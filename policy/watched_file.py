@@ -130,7 +130,7 @@ class FileWatch(Generic[V]):
         self, file: WatchedFile[V], clock: Callable[[], float], wall_clock: Callable[[], float] = time.time
     ) -> None:
         # In a thread, since a file may lie on a network and YAML takes its time.
-        self._poll = PatientCall(lambda: file.poll(wall_clock()), clock=clock)
+        self._poll: PatientCall[Outcome] = PatientCall(lambda: file.poll(wall_clock()), clock=clock)
 
     async def poll(self) -> Outcome:
         """See :meth:`WatchedFile.poll`; "hangs": the file can't be read, and nothing changes until it can."""

@@ -95,6 +95,11 @@ class Access:
             found.append(problem)
         if not self.limiter.health.ok:
             found.append("limits of API keys hold for each replica by itself, since their store is unavailable")
+        if self.limiter.evicts_by is not None:
+            found.append(
+                "the store of the limits of API keys may forget them when its memory is full (maxmemory-policy "
+                f"{self.limiter.evicts_by}); with volatile-ttl or noeviction it keeps them"
+            )
         return found
 
     def as_dict(self) -> dict[str, Any]:
