@@ -41,11 +41,10 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
             continue
         was, now = before.rules[old[name]], after.rules[index]
         yield from _values(f"rules.{name}.when", was.when, now.when)
-        classes: list[str | None] = [None, *sorted(before.classes & after.classes)]
         seen: set[str] = set()
-        for class_name in classes:
+        for class_name in _unlike(before, after, was.when.classes, now.when.classes):
             pair = before.settings.get((class_name, old[name])), after.settings.get((class_name, index))
-            if pair[0] is None or pair[1] is None:
+            if pair[0] is None or pair[1] is None or pair[0] == pair[1]:
                 continue
             lines = set(_of_class(f"rules.{name}.use", pair[0], pair[1]))
             # What the defaults or the class already changed is not the rule's doing.
@@ -56,6 +55,20 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
     common = [name for name in new if name in old]
     if common != sorted(common, key=lambda name: old[name]):
         yield f"rules: the order is now {', '.join(new)}"
+
+
+def _unlike(
+    before: PolicySpec, after: PolicySpec, was: frozenset[str] | None, now: frozenset[str] | None
+) -> Iterator[str | None]:
+    """Classes of both policies that a rule can meet in both, one for all with the same settings. None: the rest."""
+    names = before.classes & after.classes
+    for wanted in (was, now):
+        names = names if wanted is None else names & wanted
+    alike = {
+        (id(before.settings[name, -1]), id(after.settings[name, -1])): name for name in sorted(names, reverse=True)
+    }
+    yield None
+    yield from sorted(alike.values())
 
 
 def _named(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
