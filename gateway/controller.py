@@ -51,7 +51,7 @@ FLUSH_PATIENCE_S = 3.0
 ALERTS_PATIENCE_S = 1.0
 PROBE_EVERY_S = 5.0
 """A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
-_MOST_HELD = 4096
+MOST_HELD = 4096
 
 Classify = Callable[[Sequence[Mapping[str, Any]] | str], str]
 OpenStore = Callable[[], Awaitable[StatsStore]]
@@ -160,8 +160,12 @@ class Controller:
         key = facts.model, facts.class_name, decision.bucket, decision.rule
         held, decision = stabilise(decision, self._held.get(key), now)
         if not dry:
-            if held is not None and (key in self._held or len(self._held) < _MOST_HELD):
+            if held is not None:
+                # Last again, so that what has not been asked for longest makes room.
+                self._held.pop(key, None)
                 self._held[key] = held
+                if len(self._held) > MOST_HELD:
+                    del self._held[next(iter(self._held))]
             if in_fallback and decision.method == "medusa" and decision.arm == "policy":
                 self._probed_at[name] = now
         return decision
@@ -242,6 +246,8 @@ class Controller:
         outcome = await self._file.poll()
         status = self.policy.status
         if outcome == "accepted":
+            # Held shapes belong to a version of the policy, and to rules of it.
+            self._held.clear()
             logger.warning("policy %s is in force, from %s", status.version, status.file)
             self._emit("policy_accepted", f"policy {status.version} is in force")
         elif outcome == "rejected" and status.rejection is not None:

@@ -35,6 +35,9 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
     new = {rule.name: index for index, rule in enumerate(after.rules)}
     for name in old.keys() - new.keys():
         yield f"rules.{name}: removed"
+    common = before.classes & after.classes
+    # One class stands for all that have the same settings in both.
+    alike = {(id(before.of_class(name)), id(after.of_class(name))): name for name in common}
     for name, index in new.items():
         if name not in old:
             yield f"rules.{name}: added in place {index + 1}"
@@ -42,7 +45,9 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
         was, now = before.rules[old[name]], after.rules[index]
         yield from _values(f"rules.{name}.when", was.when, now.when)
         seen: set[str] = set()
-        for class_name in _unlike(before, after, was.when.classes, now.when.classes):
+        wanted = [rule.when.classes for rule in (was, now) if rule.when.classes is not None]
+        names = alike.values() if not wanted else common.intersection(*wanted)
+        for class_name in [None, *sorted(names)]:
             pair = before.settings.get((class_name, old[name])), after.settings.get((class_name, index))
             if pair[0] is None or pair[1] is None or pair[0] == pair[1]:
                 continue
@@ -52,23 +57,9 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
             lines -= set(_of_class(f"rules.{name}.use", *inherited))
             yield from sorted(lines - seen)
             seen |= lines
-    common = [name for name in new if name in old]
-    if common != sorted(common, key=lambda name: old[name]):
+    kept = [name for name in new if name in old]
+    if kept != sorted(kept, key=lambda name: old[name]):
         yield f"rules: the order is now {', '.join(new)}"
-
-
-def _unlike(
-    before: PolicySpec, after: PolicySpec, was: frozenset[str] | None, now: frozenset[str] | None
-) -> Iterator[str | None]:
-    """Classes of both policies that a rule can meet in both, one for all with the same settings. None: the rest."""
-    names = before.classes & after.classes
-    for wanted in (was, now):
-        names = names if wanted is None else names & wanted
-    alike = {
-        (id(before.settings[name, -1]), id(after.settings[name, -1])): name for name in sorted(names, reverse=True)
-    }
-    yield None
-    yield from sorted(alike.values())
 
 
 def _named(path: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
