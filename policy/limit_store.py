@@ -54,7 +54,7 @@ local function refilled(level, was, wanted, since)
   local limit = wanted > 0 and not settling and wanted or was
   if limit == 0 then return 0, 0, since end
   if limit ~= was then since = math.max(at, since + 1) end
-  level = was > 0 and math.min(was * unit, number(level) + elapsed * was) or limit * unit
+  level = was > 0 and math.min(was * unit, (number(level) or was * unit) + elapsed * was) or limit * unit
   return math.min(limit * unit, level), limit, since
 end
 local r, rlimit, rsince = refilled(kept[1], kept[4], rpm, kept[6])
@@ -164,7 +164,7 @@ class RedisLimits:
             told = await self._client.info("memory")
         except (RedisError, OSError, TimeoutError):
             return None
-        # A cluster tells of every node.
+        # A cluster may tell of every node.
         for node in [told, *(each for each in told.values() if isinstance(each, dict))]:
             policy = str(node.get("maxmemory_policy", ""))
             if policy.startswith("allkeys") and node.get("maxmemory") != 0:

@@ -63,7 +63,6 @@ class WatchedFile(Generic[V]):
         name: str,
         path: Path | None = None,
         wall_time: float = 0.0,
-        read: Callable[[Path], bytes] | None = None,
     ) -> None:
         """``parse`` gets content and name, and raises :class:`FileError`, as this does. ``path`` None: not watched."""
         self.value = parse(content, name)
@@ -71,7 +70,7 @@ class WatchedFile(Generic[V]):
         self.path = path
         self.status = FileStatus(name, self.value.version, wall_time)
         self._parse = parse
-        self._read = read or read_regular
+        self._read = read_regular
         self._taken = _digest(content)
         self._candidate: str | None = None
 

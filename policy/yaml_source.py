@@ -206,7 +206,8 @@ def read_file(
     except _Stop:
         pass  # its problem is noted
     except RecursionError:
-        source.complain(root, "", "is nested too deeply, or an alias holds itself")
+        told = "is nested too deeply, or an alias holds itself"
+        source.problems.append(Problem(root.start_mark.line + 1, "", told))
     raise error_type(file, dict.fromkeys(source.problems))
 
 
