@@ -147,7 +147,19 @@ class Source:
 
 
 class _Loader(yaml.SafeLoader):
-    """Knows how deep it is while it still scans: what scanning costs grows with the square of that."""
+    """Knows how deep it is while it still scans: what scanning costs grows with the square of that.
+
+    Its marks are by line, one for all that stands there: several times fewer objects to make, and to be looked through
+    whenever Python collects garbage, which stops all threads.
+    """
+
+    _mark: yaml.Mark | None = None
+
+    def get_mark(self) -> yaml.Mark:
+        if self._mark is None or self._mark.line != self.line:  # type: ignore[attr-defined]
+            line: int = self.line  # type: ignore[attr-defined]
+            self._mark = yaml.Mark(self.name, 0, line, 0, None, 0)  # type: ignore[attr-defined]
+        return self._mark
 
     def fetch_flow_collection_start(self, TokenClass: Any) -> None:
         super().fetch_flow_collection_start(TokenClass)  # type: ignore[misc]
