@@ -52,6 +52,7 @@ ALERTS_PATIENCE_S = 1.0
 PROBE_EVERY_S = 5.0
 """A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
 MOST_HELD = 4096
+MOST_SKEW_S = 10.0
 
 Classify = Callable[[Sequence[Mapping[str, Any]] | str], str]
 OpenStore = Callable[[], Awaitable[StatsStore]]
@@ -337,6 +338,14 @@ class Controller:
             found.append(problem)
         if self.sync is not None and self.sync.health.ok is False:
             found.append("the statistics store is unavailable; decisions are from this replica's own statistics")
+        if self.alerting is not None and self.sync is not None and self.sync.health.remote:
+            ahead_s = self.alerting.board.ahead_s
+            if abs(ahead_s) >= MOST_SKEW_S:
+                way = "behind" if ahead_s > 0 else "ahead of"
+                found.append(
+                    f"this machine's clock is {abs(ahead_s):.0f} s {way} that of the statistics store; replicas whose "
+                    "clocks differ don't see each other's statistics"
+                )
         found += [f"the heads of {name} were trained for another backbone" for name in self.stale_heads]
         return found
 

@@ -287,6 +287,23 @@ async def test_shapes_are_held_for_the_keys_that_are_asked_for(tmp_path: Path, m
     assert controller._held == {}
 
 
+@pytest.mark.parametrize(("off_s", "told"), [(0, None), (7200, "7200 s ahead of"), (-7200, "7200 s behind")])
+async def test_a_clock_that_is_wrong_is_told(tmp_path: Path, off_s: int, told: str | None) -> None:
+    server = ValkeyProcess(tmp_path).start()
+    controller = Controller(
+        PolicyRuntime.from_text(GOOD), open_store=store_opener(server.url), wall_clock=lambda: time.time() + off_s
+    )
+    try:
+        await controller.start({})
+        await controller.share_alerts()
+        problems = controller.problems()
+        assert len(problems) == (told is not None)
+        assert told is None or told in problems[0]
+    finally:
+        await controller.stop()
+        server.kill()
+
+
 async def test_a_quiet_class_is_probed_all_the_same() -> None:
     """A request every two seconds: by its share alone, a probe would come every 40 s."""
     now = [0.0]
