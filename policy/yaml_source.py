@@ -18,6 +18,8 @@ MAX_BYTES = 1024 * 1024
 MAX_VISITS = 20_000
 MAX_SCALARS = 200_000
 MAX_DEPTH = 24
+MAX_WHOLE = 2**63
+"""Larger ones are in no field's range, and too much for arithmetic with floats."""
 MAX_PROBLEMS = 200
 """What more there is is told once these are mended: a run that finds thousands helps nobody."""
 
@@ -80,6 +82,9 @@ class Source:
             return None
         if value is None:
             self.complain(node, path, f"expected {expected}, but there is nothing; fill it in or remove the line")
+        if isinstance(value, int) and abs(value) > MAX_WHOLE:
+            self.complain(node, path, f"expected {expected}, not {node.value[:40]}: no number here is as large")
+            return None
         if isinstance(value, (int, float)) and not isinstance(value, bool) and not _DECIMAL.fullmatch(node.value):
             told = f"not {node.value[:40]}, which YAML reads as {value:g}"
             self.complain(node, path, f"expected {expected}, {told}; write it in decimal, or in quotes if it is text")

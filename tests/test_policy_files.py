@@ -397,6 +397,13 @@ def test_numbers_are_written_in_decimal(field: str, trap: str) -> None:
     assert "write it in decimal" in problem.message
 
 
+@pytest.mark.parametrize("number", ["9" * 400, "0x" + "f" * 400, "-" + "9" * 400, "9" * 5000, "1" + ":59" * 300])
+@pytest.mark.parametrize("field", ["nodes: N", "deadline: N", "control: N", "tree: N", "temperature: {max: N}"])
+def test_a_number_beyond_all_floats_is_refused(field: str, number: str) -> None:
+    with pytest.raises(PolicyError, match=r"as large|can't read"):
+        parse(f"version: 1\ndefaults: {{{field.replace('N', number)}}}\n")
+
+
 @pytest.mark.parametrize("number", ["0", "7", "0.5", ".5", "1.", "1.5e+0"])
 def test_decimal_numbers_are_read(number: str) -> None:
     parse(f"version: 1\ndefaults: {{temperature: {{max: {number.replace('7', '2')}}}}}\n")
