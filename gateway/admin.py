@@ -5,6 +5,7 @@ Routes that say nothing of whom they are for are for keys with the admin scope; 
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -13,20 +14,24 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from gateway.admission import Ticket
+from gateway.auth.charging import charge, refuse_early
 from gateway.auth.guard import needs
 from gateway.completions import CHAT_BODIES, COMPLETION_BODIES, ChatCall, CompletionCall
 from gateway.errors import APIError, InvalidRequest
 from gateway.inference import Call, Routed, plan_call
 from gateway.planning import plan_for
 from gateway.request_body import read_json
+from gateway.routing.backends import ServedModel
 from gateway.routing.dispatch import refusal, route
-from gateway.state import gateway_of
+from gateway.state import GatewayState, gateway_of
 from gateway.upstream.answer import explain_remotely
 from gateway.upstream.backend import UpstreamBackend
 from gateway.validation import requested_max_tokens, sampling_params, token_budget
 from policy.diff import differences
 from policy.format import parse_policy
 from policy.problems import PolicyError
+from policy.spec import PolicySpec
 
 _EXPLAINED = "explain-"
 
@@ -121,56 +126,83 @@ async def validate_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
         body = msgspec.json.decode(await read_json(request), type=PolicyText)
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"The body must be {{'policy': TEXT, 'file': NAME}}: {error}") from None
-    try:
+    gateway = gateway_of(request)
+
+    def check(in_force: PolicySpec) -> tuple[str, list[str]]:
         spec = parse_policy(body.policy.encode("utf-8", "replace"), body.file[:200])
+        return spec.version, differences(in_force, spec)
+
+    try:
+        # In a thread, and one at a time: reading YAML takes seconds for the largest, and streams go on meanwhile.
+        async with gateway.validating:
+            version, changes = await asyncio.to_thread(check, gateway.controller.policy.spec)
     except PolicyError as error:
         problems = [
             {"line": each.line, "path": each.path, "message": each.message, "text": line}
             for each, line in zip(error.problems, error.lines(), strict=True)
         ]
         return _json({"valid": False, "problems": problems})
-    changes = differences(gateway_of(request).controller.policy.spec, spec)
-    return _json({"valid": True, "version": spec.version, "changes": changes})
+    return _json({"valid": True, "version": version, "changes": changes})
 
 
 @post("/v1/decoding/explain", status_code=200, opt=needs("inference"))
 async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
-    """What would be done with this request now, and why. Nothing is decoded, admitted or remembered.
+    """What would be done with this request now, and why. Nothing is decoded or remembered.
 
-    The body is that of a chat completion (``messages``) or of a text completion (``prompt``).
+    The body is that of a chat completion (``messages``) or of a text completion (``prompt``). It costs a tokenising, so
+    it counts as a request of its key, though no tokens, and few are made at a time.
     """
     gateway = gateway_of(request)
     call = _call(await read_json(request))
-    body, routed = call.body, route(call, request, gateway)
+    routed = route(call, request, gateway)
     if routed.backend is None:
         raise refusal(call, routed, gateway)
-    if isinstance(routed.backend, UpstreamBackend):
-        told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
+    refuse_early(request.scope, gateway.access)
+    ticket = gateway.explaining.admit(1)
+    try:
+        if isinstance(routed.backend, UpstreamBackend):
+            await _charge(request, gateway, ticket)
+            told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
+        else:
+            told = await _explain_here(call, routed.backend.served, routed.class_name, request, gateway, ticket)
         return _json({**told, "routing": routed.choice.as_dict()})
-    served = routed.backend.served
-    info = served.decoder.info
+    finally:
+        ticket.close()
+
+
+async def _charge(request: Request[Any, Any, Any], gateway: GatewayState, ticket: Ticket) -> None:
+    await charge(request.scope, gateway.access, ticket, prompt_tokens=0, answer_tokens=0, named=False)
+    # Paid for, whatever becomes of it.
+    ticket.used_tokens = 0
+
+
+async def _explain_here(
+    call: Call,
+    served: ServedModel,
+    class_name: str,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    ticket: Ticket,
+) -> dict[str, Any]:
+    body, info = call.body, served.decoder.info
     sampling = sampling_params(body, info, gateway.settings, call.logprobs)
     plan_for(body.decoding, info)
+    await _charge(request, gateway, ticket)
     prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)
     for ids in prompts:
         token_budget(
             requested_max_tokens(body), sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field
         )
-    planned = plan_call(
-        call, served, routed.class_name, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True
-    )
+    planned = plan_call(call, served, class_name, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True)
     facts = {name: getattr(planned.facts, name) for name in type(planned.facts).__slots__ if name != "request_id"}
     live, now = gateway.controller.statistics.live, gateway.controller.clock()
     stats = live.find(planned.facts.model, planned.facts.class_name, planned.decision.bucket)
-    return _json(
-        {
-            "facts": facts,
-            "routing": routed.choice.as_dict(),
-            "decision": planned.decision.as_dict(),
-            "plan": planned.as_dict(),
-            "statistics": None if stats is None else stats.as_dict(now),
-        }
-    )
+    return {
+        "facts": facts,
+        "decision": planned.decision.as_dict(),
+        "plan": planned.as_dict(),
+        "statistics": None if stats is None else stats.as_dict(now),
+    }
 
 
 def _call(raw: bytes) -> Call:

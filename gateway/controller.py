@@ -19,6 +19,7 @@ from typing import Any
 from platformdirs import user_state_dir
 
 from backends.types import CostKeeper, Decoder
+from policy.background import PatientCall, cancel_and_wait, pause
 from policy.counters import StatsKey
 from policy.decision import Decision, decide
 from policy.embedded import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
@@ -31,6 +32,7 @@ from policy.stabiliser import Held, HeldKey, stabilise
 from policy.statistics import Statistics
 from policy.store import MemoryStore, RedisStore, StatsStore
 from policy.syncing import StoreSync
+from policy.watched_file import FileWatch
 from telemetry.alerts.alerting import Alerting, open_alerting
 from telemetry.alerts.book import Happening
 from telemetry.alerts.readings import steps_lately
@@ -44,11 +46,13 @@ POLL_EVERY_S = 1.0
 SYNC_EVERY_S = 1.0
 SHARE_ALERTS_EVERY_S = 1.0
 KEEP_COST_EVERY_S = 300.0
+KEEP_COST_PATIENCE_S = 60.0
 FLUSH_PATIENCE_S = 3.0
 ALERTS_PATIENCE_S = 1.0
 PROBE_EVERY_S = 5.0
 """A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
-_MOST_HELD = 4096
+MOST_HELD = 4096
+MOST_SKEW_S = 10.0
 
 Classify = Callable[[Sequence[Mapping[str, Any]] | str], str]
 OpenStore = Callable[[], Awaitable[StatsStore]]
@@ -115,6 +119,8 @@ class Controller:
         """How many there were of each (model, class)."""
         self.sync: StoreSync | None = None
         self.alerting: Alerting | None = None
+        self._file = FileWatch(policy, clock, wall_clock)
+        self._keep_costs = PatientCall(self._keep_costs_once, clock=clock, patience_s=KEEP_COST_PATIENCE_S)
         self._classify = classify
         self._open_store = open_store
         self._store: StatsStore | None = None
@@ -155,8 +161,12 @@ class Controller:
         key = facts.model, facts.class_name, decision.bucket, decision.rule
         held, decision = stabilise(decision, self._held.get(key), now)
         if not dry:
-            if held is not None and (key in self._held or len(self._held) < _MOST_HELD):
+            if held is not None:
+                # Last again, so that what has not been asked for longest makes room.
+                self._held.pop(key, None)
                 self._held[key] = held
+                if len(self._held) > MOST_HELD:
+                    del self._held[next(iter(self._held))]
             if in_fallback and decision.method == "medusa" and decision.arm == "policy":
                 self._probed_at[name] = now
         return decision
@@ -198,11 +208,7 @@ class Controller:
     async def stop(self) -> None:
         """Count and write one last time, within moments. Idempotent."""
         running, self._running = self._running, []
-        for task in running:
-            task.cancel()
-        for task in running:
-            with suppress(asyncio.CancelledError):
-                await task
+        await cancel_and_wait(*running)
         store, self._store = self._store, None
         if store is None or self.sync is None:
             return
@@ -238,10 +244,11 @@ class Controller:
         await self.alerting.share(self.policy.spec)
 
     async def poll_policy(self) -> None:
-        # In a thread, since a file may lie on a network and YAML takes its time.
-        outcome = await asyncio.to_thread(self.policy.poll, self.wall_clock())
+        outcome = await self._file.poll()
         status = self.policy.status
         if outcome == "accepted":
+            # Held shapes belong to a version of the policy, and to rules of it.
+            self._held.clear()
             logger.warning("policy %s is in force, from %s", status.version, status.file)
             self._emit("policy_accepted", f"policy {status.version} is in force")
         elif outcome == "rejected" and status.rejection is not None:
@@ -263,10 +270,14 @@ class Controller:
 
     async def keep_costs(self) -> None:
         """Have engines store what they have learnt of their steps' cost, for the next start."""
+        if any(isinstance(decoder, CostKeeper) for decoder in self._decoders.values()):
+            # In a thread: it waits for a file, and for Redis.
+            await self._keep_costs()
+
+    def _keep_costs_once(self) -> None:
         for decoder in self._decoders.values():
             if isinstance(decoder, CostKeeper):
-                # In a thread: it waits for a file, and for Redis.
-                await asyncio.to_thread(decoder.keep_cost)
+                decoder.keep_cost()
 
     async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -275,7 +286,7 @@ class Controller:
             except Exception:
                 # One bad round must not end the loop: the next may well succeed, and requests go on meanwhile.
                 logger.exception("%s failed; it is tried again", getattr(work, "__name__", "background work"))
-            await asyncio.sleep(seconds)
+            await pause(seconds)
 
     # What people ask.
 
@@ -323,8 +334,18 @@ class Controller:
         found = []
         if self.policy.status.rejection is not None:
             found.append("the policy file's last edit was refused; the policy before it is in force")
+        if (problem := self._file.problem("the policy file")) is not None:
+            found.append(problem)
         if self.sync is not None and self.sync.health.ok is False:
             found.append("the statistics store is unavailable; decisions are from this replica's own statistics")
+        if self.alerting is not None and self.sync is not None and self.sync.health.remote:
+            ahead_s = self.alerting.board.ahead_s
+            if abs(ahead_s) >= MOST_SKEW_S:
+                way = "behind" if ahead_s > 0 else "ahead of"
+                found.append(
+                    f"this machine's clock is {abs(ahead_s):.0f} s {way} that of the statistics store; replicas whose "
+                    "clocks differ don't see each other's statistics"
+                )
         found += [f"the heads of {name} were trained for another backbone" for name in self.stale_heads]
         return found
 

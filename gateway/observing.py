@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 from litestar import Litestar, Request, get
@@ -19,6 +19,7 @@ from gateway.errors import APIError
 from gateway.request_id import request_id_of
 from gateway.request_record import keep_record
 from gateway.state import GatewayState, gateway_of
+from policy.background import cancel_and_wait, pause
 from telemetry.figures import Figures, Sources
 from telemetry.request import RequestRecord
 from telemetry.service import Attached
@@ -95,15 +96,13 @@ async def observed(state: GatewayState, _: Litestar) -> AsyncGenerator[None, Non
             except Exception:
                 # Telemetry that fails is no reason to have none from then on.
                 logger.exception("figures could not be taken; it is tried again")
-            await asyncio.sleep(OBSERVE_EVERY_S)
+            await pause(OBSERVE_EVERY_S)
 
     watching = asyncio.create_task(watch())
     try:
         yield
     finally:
-        watching.cancel()
-        with suppress(asyncio.CancelledError):
-            await watching
+        await cancel_and_wait(watching)
 
 
 @get("/metrics", opt=needs("metrics"))

@@ -81,7 +81,13 @@ def admin_paths(errors: dict[str, Any]) -> dict[str, Any]:
         "/metrics": {"get": metrics},
         "/v1/decoding/explain": {
             "post": operation(
-                "explainDecoding", "What would be done with this request, and why.", either, "404", "503", *refused
+                "explainDecoding",
+                "What would be done with this request, and why.",
+                either,
+                "404",
+                "429",
+                "503",
+                *refused,
             )
         },
     }

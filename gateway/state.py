@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 import uuid
@@ -17,6 +18,8 @@ from gateway.controller import Controller
 from gateway.routing.backends import Backends, ServedModel
 from gateway.settings import GatewaySettings
 from telemetry.service import Telemetry
+
+EXPLAINED_AT_ONCE = 4
 
 _system_random = random.SystemRandom()
 
@@ -44,6 +47,10 @@ class GatewayState:
     controller: Controller = field(default_factory=Controller.plain)
     telemetry: Telemetry = field(default_factory=Telemetry.off)
     access: Access = field(default_factory=Access)
+    explaining: Admission = field(default_factory=lambda: Admission(EXPLAINED_AT_ONCE))
+    """Places of requests that only ask what would be done: they take none from those that are done."""
+    validating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One policy is checked at a time, however many are asked about."""
 
     @classmethod
     def create(

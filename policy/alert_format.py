@@ -54,8 +54,7 @@ def assemble_receivers(source: Source, parts: Mapping[str, Part]) -> dict[str, R
     receivers: dict[str, Receiver] = {}
     for name, part in parts.items():
         given = part.given
-        refused = any(each.path.startswith(f"{part.path}.") for each in source.problems)
-        if not refused and ("url" in given) == ("url_env" in given):
+        if not part.refused(source) and ("url" in given) == ("url_env" in given):
             source.complain(part.node, part.path, "give either url, or url_env: the environment variable that holds it")
         kind = given.get("kind", "webhook")
         own = Receiver(name, kind, repeat_s=ALERTMANAGER_REPEAT_S) if kind == "alertmanager" else Receiver(name)
@@ -75,10 +74,12 @@ def assemble_alerts(
     source: Source, parts: tuple[Part, ...], classes: set[str], receivers: Mapping[str, Receiver]
 ) -> tuple[AlertRule, ...]:
     alerts: list[AlertRule] = []
+    names: set[str] = set()
     for part in parts:
         refuse_unknown_classes(source, part, part.given.get("class", ()), classes, "class")
-        refuse_repeated_name(source, part, [alert.name for alert in alerts], "alert")
-        if ("below" in part.given) == ("above" in part.given):
+        refuse_repeated_name(source, part, names, "alert")
+        limits = {"below", "above"} & part.named
+        if len(limits) == 2 or (not limits and not part.refused(source)):
             source.complain(part.node, part.path, "give either below or above: the limit that the metric crosses")
         alert = _alert(part.given)
         if alert.metric:
@@ -88,6 +89,7 @@ def assemble_alerts(
                 hint = did_you_mean(name, receivers) if receivers else "add it under 'receivers'"
                 complain_at(source, part, "notify", f"there is no receiver '{name}'; {hint}")
         alerts.append(alert)
+        names.add(alert.name)
     return tuple(alerts)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from policy.redis_client import TIMEOUT_S, RedisTarget, connect
+from policy.redis_client import TIMEOUT_S, RedisTarget, connect, reason
 
 TTL_S = 30 * 86_400
 
@@ -47,4 +47,4 @@ class RedisCostStore:
         try:
             return asyncio.run(ask())
         except (RedisError, UnicodeDecodeError) as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+            raise OSError(reason(error)) from error

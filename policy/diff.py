@@ -35,17 +35,21 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
     new = {rule.name: index for index, rule in enumerate(after.rules)}
     for name in old.keys() - new.keys():
         yield f"rules.{name}: removed"
+    common = before.classes & after.classes
+    # One class stands for all that have the same settings in both.
+    alike = {(id(before.of_class(name)), id(after.of_class(name))): name for name in common}
     for name, index in new.items():
         if name not in old:
             yield f"rules.{name}: added in place {index + 1}"
             continue
         was, now = before.rules[old[name]], after.rules[index]
         yield from _values(f"rules.{name}.when", was.when, now.when)
-        classes: list[str | None] = [None, *sorted(before.classes & after.classes)]
         seen: set[str] = set()
-        for class_name in classes:
+        wanted = [rule.when.classes for rule in (was, now) if rule.when.classes is not None]
+        names = alike.values() if not wanted else common.intersection(*wanted)
+        for class_name in [None, *sorted(names)]:
             pair = before.settings.get((class_name, old[name])), after.settings.get((class_name, index))
-            if pair[0] is None or pair[1] is None:
+            if pair[0] is None or pair[1] is None or pair[0] == pair[1]:
                 continue
             lines = set(_of_class(f"rules.{name}.use", pair[0], pair[1]))
             # What the defaults or the class already changed is not the rule's doing.
@@ -53,8 +57,8 @@ def _rules(before: PolicySpec, after: PolicySpec) -> Iterator[str]:
             lines -= set(_of_class(f"rules.{name}.use", *inherited))
             yield from sorted(lines - seen)
             seen |= lines
-    common = [name for name in new if name in old]
-    if common != sorted(common, key=lambda name: old[name]):
+    kept = [name for name in new if name in old]
+    if kept != sorted(kept, key=lambda name: old[name]):
         yield f"rules: the order is now {', '.join(new)}"
 
 

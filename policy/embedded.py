@@ -6,6 +6,7 @@ restarts. A gateway that is killed leaves its server behind; the next one finds 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import fcntl
 import os
@@ -148,7 +149,8 @@ class EmbeddedStore(RedisStore):
 
     async def close(self) -> None:
         await super().close()
-        self._server.stop()
+        # In a thread: it waits for the server's data to be on disk.
+        await asyncio.to_thread(self._server.stop)
 
 
 def end_stale_server(folder: Path) -> int | None:

@@ -15,10 +15,11 @@ import yaml
 
 from backends.tree import CandidateTree, TreeError
 from policy.problems import did_you_mean
-from policy.yaml_source import Source, join
+from policy.yaml_source import Source, join, template_hint
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) ?(ms|s|m|h)")
 _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_SEVERAL = re.compile(rf"({_DURATION.pattern} ?){{2,}}")
 _PERCENT = re.compile(r"(\d+(?:\.\d+)?) ?%")
 
 
@@ -78,7 +79,8 @@ class Choice:
         if not isinstance(value, str):
             source.wrong_kind(node, path, value, expected)
         else:
-            source.complain(node, path, f"'{value[:40]}' is not known; {did_you_mean(value, self.values)}")
+            hint = template_hint(value) or did_you_mean(value, self.values)
+            source.complain(node, path, f"'{value[:40]}' is not known; {hint}")
         return None
 
     def schema(self) -> dict[str, Any]:
@@ -100,7 +102,8 @@ class Name:
             source.wrong_kind(node, path, value, self.what)
             return None
         if not re.fullmatch(self.pattern, value):
-            source.complain(node, path, f"'{value[:40]}' can't be used; expected {self.what}")
+            hint = template_hint(value)
+            source.complain(node, path, f"'{value[:40]}' can't be used; {hint or f'expected {self.what}'}")
             return None
         return value
 
@@ -124,7 +127,7 @@ class Duration:
         if isinstance(value, str):
             match = _DURATION.fullmatch(value)
             if match is None:
-                source.complain(node, path, f"expected {expected}, not '{value[:40]}'")
+                source.complain(node, path, f"expected {expected}, not '{value[:40]}'{_duration_hint(value)}")
                 return None
             seconds = float(match[1]) * _SECONDS[match[2]]
         elif isinstance(value, bool):
@@ -140,6 +143,15 @@ class Duration:
     def schema(self) -> dict[str, Any]:
         text = {"type": "string", "pattern": f"^{_DURATION.pattern}$"}
         return {"anyOf": [text, {"type": "number", "minimum": self.low, "maximum": self.high}]}
+
+
+def _duration_hint(text: str) -> str:
+    """What to do about text that is no duration."""
+    if _SEVERAL.fullmatch(text):
+        seconds = sum(float(number) * _SECONDS[unit] for number, unit in _DURATION.findall(text))
+        return f"; only one unit goes: write {seconds:g}s"
+    hint = template_hint(text)
+    return f"; {hint}" if hint else f"; the units are {', '.join(_SECONDS)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -26,6 +26,7 @@ from policy.parts import (
     refuse_unknown_classes,
     value_node,
 )
+from policy.reach import unreachable
 from policy.spec import (
     BUILT_IN_CLASSES,
     FORMAT_VERSION,
@@ -36,9 +37,12 @@ from policy.spec import (
     Range,
     Rule,
     Settings,
+    SettingsTable,
     TemperatureLimits,
 )
 from policy.yaml_source import Source, join, read_file
+
+N = TypeVar("N")
 
 
 def _range(low: float, high: float, *, whole: bool = False) -> Block:
@@ -99,6 +103,8 @@ _WHEN = Block(
 _RULE = Block(
     {"name": LABEL, "when": _WHEN, "use": Block(_RULE_FIELDS, "settings")}, "a rule", required=("name", "use")
 )
+MAX_MERGED = 20_000
+"""Merging takes its time: as many as there may be blocks and lists in a file."""
 _TOP = ("version", "defaults", "classes", "rules", "alerts", "receivers")
 
 
@@ -167,25 +173,92 @@ def _read(source: Source, root: yaml.Node) -> _Document:
 
 def _assemble(source: Source, document: _Document, version: str) -> PolicySpec:
     known = {*BUILT_IN_CLASSES, *document.classes}
-    rules: list[Rule] = []
+    rules: dict[str, Rule] = {}
     for part in document.rules:
         refuse_unknown_classes(source, part, part.given.get("when", {}).get("class", ()), known, "when.class")
-        refuse_repeated_name(source, part, [rule.name for rule in rules], "rule")
-        if rules and rules[-1].when.always and "when" not in document.rules[len(rules) - 1].given:
-            source.complain(part.node, part.path, f"can't be reached: rule '{rules[-1].name}' above has no conditions")
-        rules.append(Rule(part.given.get("name", part.path), _conditions(part.given.get("when", {}))))
+        refuse_repeated_name(source, part, rules, "rule")
+        name = part.given.get("name", part.path)
+        rules[name] = Rule(name, _conditions(part.given.get("when", {})))
     receivers = assemble_receivers(source, document.receivers)
     alerts = assemble_alerts(source, document.alerts, known, receivers)
-    settings: dict[tuple[str | None, int], Settings] = {}
-    for class_name, class_part in [(None, None), *document.classes.items()]:
-        below = [document.defaults] if class_part is None else [document.defaults, class_part]
-        settings[class_name, -1] = _merged(source, below)
-        for index, part in enumerate(document.rules):
-            use = Part(part.given.get("use", {}), value_node(part.node, ["use"]), join(part.path, "use"))
-            wanted = rules[index].when.classes
-            if class_name is None or wanted is None or class_name in wanted:
-                settings[class_name, index] = _merged(source, [*below, use])
-    return PolicySpec(version, source.file, tuple(rules), alerts, receivers, settings, frozenset(document.classes))
+    if not source.problems:  # else a rule may have lost a condition
+        _refuse_unreachable(source, document, known)
+    if len(rules) < len(document.rules):  # two of one name: refused, and nothing can be laid out by their places
+        return PolicySpec(version, source.file)
+    settings = _settings(source, document, tuple(rules.values()))
+    return PolicySpec(
+        version, source.file, tuple(rules.values()), alerts, receivers, settings, frozenset(document.classes)
+    )
+
+
+def _refuse_unreachable(source: Source, document: _Document, classes: set[str]) -> None:
+    rules = document.rules
+    for below, above in unreachable([part.given.get("when", {}) for part in rules], classes):
+        why = "takes every request that this one would" if "when" in rules[above].given else "has no conditions"
+        name = rules[above].given.get("name", rules[above].path)
+        source.complain(rules[below].node, rules[below].path, f"can't be reached: rule '{name}' above {why}")
+
+
+def _settings(source: Source, document: _Document, rules: tuple[Rule, ...]) -> SettingsTable:
+    """The settings of every class under every rule that it can meet. Those that are alike are merged once."""
+    # What each class has of its own, after the defaults.
+    own: dict[str | None, list[Part]] = {None: [], **{name: [part] for name, part in document.classes.items()}}
+    uses = [
+        Part(part.given.get("use", {}), value_node(part.node, ["use"]), join(part.path, "use"))
+        for part in document.rules
+    ]
+    group_of, groups = _grouped({name: part[0].given if part else {} for name, part in own.items()})
+    use_of, rules_by_use = _grouped({index: use.given for index, use in enumerate(uses)})
+    wanted: list[Collection[int]] = []
+    for same in rules_by_use:
+        named = [rules[index].when.classes for index in same]
+        # Group 0 has the classes without a block, which any rule may name.
+        some = {group_of[name] for each in named if each is not None for name in each if name in group_of}
+        wanted.append(range(len(groups)) if None in named else {0, *some})
+    count = sum(map(len, wanted))
+    if count > MAX_MERGED:
+        source.complain(
+            document.defaults.node,
+            "rules",
+            f"classes and rules that differ from each other make {count} combinations of settings; a policy may have "
+            f"{MAX_MERGED}: give classes or rules the same settings, or name the classes of a rule",
+        )
+        return SettingsTable(rules, group_of, list(use_of.values()), {})
+    merged: dict[tuple[int, int], Settings] = {}
+
+    def merge(group: int, use: int, among: Iterable[list[Part]]) -> None:
+        """By the first of ``among``, which are alike; where that is refused, by each: all have lines of their own."""
+        before = len(source.problems)
+        for chain in among:
+            merged[group, use] = _merged(source, [document.defaults, *chain])
+            if len(source.problems) == before:
+                break
+
+    for group, names in enumerate(groups):
+        merge(group, -1, (own[name] for name in names))
+    for use, same in enumerate(rules_by_use):
+        for group in sorted(wanted[use]):
+            merge(group, use, ([*own[groups[group][0]], uses[index]] for index in same))
+    return SettingsTable(rules, group_of, list(use_of.values()), merged)
+
+
+def _grouped(given: Mapping[N, Mapping[str, Any]]) -> tuple[dict[N, int], list[list[N]]]:
+    """Names of blocks with the same content: the group of each, and the groups, in the order of their first ones."""
+    numbers: dict[Any, int] = {}
+    groups: list[list[N]] = []
+    group_of: dict[N, int] = {}
+    for name, fields in given.items():
+        number = group_of[name] = numbers.setdefault(_frozen(fields), len(groups))
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(name)
+    return group_of, groups
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return frozenset((name, _frozen(each)) for name, each in value.items())
+    return type(value), value
 
 
 def _merged(source: Source, parts: list[Part]) -> Settings:

@@ -16,11 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from policy.background import cancel_and_wait, cancelled
 from policy.limit_store import LEASE_MS, LimitsUnavailable, Order, RedisLimits
 from policy.limits import (
     Buckets,
     KeyLimits,
     Refusal,
+    Since,
     Standing,
     admit,
     give_back,
@@ -36,6 +38,7 @@ logger = logging.getLogger("gateway.limits")
 TIMEOUT_S = 0.25
 RETRY_S = 1.0
 RENEW_S = LEASE_MS / 1000 / 4
+LOOK_EVERY_S = 60.0
 FLUSH_PATIENCE_S = 2.0
 _SLICES = 5
 """A timeout is waited for in slices: an event loop that is held up once doesn't take that for Redis's silence."""
@@ -54,9 +57,13 @@ class LocalLimits:
         self._buckets[key], standing = admit(buckets, limits, tokens, streams)
         return standing
 
-    def give_back(self, key: str, limits: KeyLimits, tokens: int, requests: int) -> None:
-        buckets = refilled(self._buckets.get(key), limits, self._now())
-        self._buckets[key] = give_back(buckets, limits, tokens, requests)
+    def give_back(self, key: str, limits: KeyLimits, tokens: int, requests: int, since: Since) -> None:
+        # By no limits: those of an old admission are not to be counted by.
+        buckets = refilled(self._buckets.get(key), KeyLimits(), self._now())
+        self._buckets[key] = give_back(buckets, limits, tokens, requests, since)
+
+    def since(self, key: str) -> Since:
+        return self._buckets[key].since
 
     def note(self, key: str, limits: KeyLimits, standing: Standing) -> None:
         """What Redis says is left. Kept so that no outage, nor the tenth in a row, begins with full buckets."""
@@ -78,6 +85,7 @@ class Grant:
     lease: str = ""
     tokens: int = 0
     local: bool = False
+    local_since: Since = (0, 0)
     _open: bool = True
 
     def settle(self, used_tokens: int) -> None:
@@ -135,6 +143,8 @@ class Limiter:
         self._running: asyncio.Task[None] | None = None
         self.health = LimitsHealth(None, True, clock())
         self.decided_locally = 0
+        self.evicts_by: str | None = None
+        """By which policy the server may forget limits, if it may."""
 
     async def start(self, target: RedisTarget | None) -> None:
         """Share the limits through ``target``; None: there is nothing to share them through."""
@@ -148,9 +158,7 @@ class Limiter:
         running, self._running = self._running, None
         if running is None or self._remote is None:
             return
-        running.cancel()
-        with suppress(asyncio.CancelledError):
-            await running
+        await cancel_and_wait(running)
         remote, self._remote = self._remote, None
         with suppress(TimeoutError, LimitsUnavailable):
             async with asyncio.timeout(FLUSH_PATIENCE_S):
@@ -188,9 +196,8 @@ class Limiter:
             if wait_s := next_request_s(limits, standing):
                 self._closed[key] = self._clock() + wait_s, limits, standing
             return refused, standing
-        if limits.to_settle:
-            self._open.setdefault(key, set()).add(lease)
-        return Grant(limits, standing, self._settle, key, lease, tokens, local)
+        self._open.setdefault(key, set()).add(lease)
+        return Grant(limits, standing, self._settle, key, lease, tokens, local, self._local.since(key))
 
     async def _ask(self, order: Order) -> Standing | None:
         """None: Redis can't be asked, or has not answered. In the second case the order is taken back."""
@@ -218,6 +225,8 @@ class Limiter:
 
     def _take_back(self, letter: _Letter) -> None:
         """Nobody waits for this admission any more. Whether Redis has granted it is not known."""
+        if letter.answer is not None and not letter.answer.cancel() and not letter.answer.cancelled():
+            letter.answer.exception()  # looked at, so that asyncio does not complain that nobody did
         if letter in self._outbox:
             self._outbox.remove(letter)
             return
@@ -228,7 +237,7 @@ class Limiter:
         limits = grant.limits
         tokens = 0 if limits.tokens_per_minute is None else grant.tokens - used_tokens
         requests = int(cancelled)
-        self._local.give_back(grant.key, limits, tokens, requests)
+        self._local.give_back(grant.key, limits, tokens, requests, grant.local_since)
         if grant.local:
             # Redis may know of the stream from a renewal, but not of anything that it took.
             tokens = requests = 0
@@ -240,7 +249,8 @@ class Limiter:
             if not leases:
                 del self._open[grant.key]
             if self._remote is not None:
-                self._post(_Letter(Order("settle", grant.key, limits, [grant.lease], tokens, requests)))
+                since = grant.standing.since
+                self._post(_Letter(Order("settle", grant.key, limits, [grant.lease], tokens, requests, since)))
 
     def _post(self, letter: _Letter) -> None:
         self._outbox.append(letter)
@@ -249,8 +259,8 @@ class Limiter:
         self._wake.set()
 
     async def _deliver(self) -> None:
-        renewed = self._clock()
-        while True:
+        renewed, looked = self._clock(), float("-inf")
+        while not cancelled():
             with suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
                     await self._wake.wait()
@@ -265,6 +275,20 @@ class Limiter:
                 letters += [_Letter(order) for order in renewals]
             if letters or not self.health.ok:
                 await self._carry(letters)
+            if self.health.ok and self._clock() - looked >= LOOK_EVERY_S:
+                looked = self._clock()
+                await self._look()
+
+    async def _look(self) -> None:
+        assert self._remote is not None
+        before, self.evicts_by = self.evicts_by, await self._remote.evicts_by()
+        if self.evicts_by is not None and before is None:
+            logger.warning(
+                "%s may forget limits of API keys when its memory is full: its maxmemory-policy is %s; choose one "
+                "that spares keys without a time to live (volatile-ttl), or noeviction",
+                self.health.shared,
+                self.evicts_by,
+            )
 
     async def _carry(self, letters: list[_Letter]) -> None:
         assert self._remote is not None
@@ -310,6 +334,7 @@ class Limiter:
             "ok": health.ok,
             "for_s": round(self._clock() - health.since, 3),
             "error": health.error,
+            "evicts_by": self.evicts_by,
             "decided_locally": self.decided_locally,
             "open_leases": sum(len(leases) for leases in self._open.values()),
         }

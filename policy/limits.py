@@ -3,6 +3,9 @@
 A bucket holds one minute's worth and refills evenly, so in any ``t`` seconds at most ``limit * (1 + t / 60)`` is used.
 A request takes all that it might use when it is admitted, and gets back what it didn't use when it ends. One that used
 more than it took (its client named no limit) leaves the bucket in debt.
+
+Limits are edited while requests run. What a request took under one limit is not given back to the bucket of another,
+which never held it: from an edit on, a limit is what the new one says.
 """
 
 from __future__ import annotations
@@ -35,32 +38,38 @@ class KeyLimits:
     def any(self) -> bool:
         return self != _UNLIMITED
 
-    @property
-    def to_settle(self) -> bool:
-        """Whether an admitted request has something to give back at its end."""
-        return self.tokens_per_minute is not None or self.concurrent_streams is not None
-
 
 _UNLIMITED = KeyLimits()
+Since = tuple[int, int]
+"""Of requests and of tokens: a mark that changes with every edit of the limit. (The moment of it, in ms.)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Levels in :data:`UNIT`, None where there is no limit. ``at_ms``: the moment for which they hold."""
+    """Levels in :data:`UNIT`, None where there never was a limit. ``at_ms``: the moment for which they hold.
+
+    ``limits``: those that they were last counted by. One that was taken away stays here, for it may come back.
+    """
 
     requests: int | None
     tokens: int | None
     at_ms: int
+    limits: KeyLimits = _UNLIMITED
+    since: Since = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """How a request for admission went, and what is left after it. ``streams``: those that run, itself included."""
+    """How a request for admission went, and what is left after it. ``streams``: those that run, itself included.
+
+    ``since`` is for giving back what was taken.
+    """
 
     granted: bool
     requests: int | None
     tokens: int | None
     streams: int
+    since: Since = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +81,45 @@ class Refusal:
 
 
 def refilled(before: Buckets | None, limits: KeyLimits, now_ms: int) -> Buckets:
-    """The buckets at ``now_ms``. Full ones for a key (or a limit) that is new; a clock that goes back adds nothing."""
+    """The buckets at ``now_ms``, which ``limits`` count from then on.
+
+    Full ones for a key (or a limit) that is new; a clock that goes back adds nothing.
+    """
     if before is None:
         before = Buckets(None, None, now_ms)
-    elapsed = max(now_ms - before.at_ms, 0)
-    return Buckets(
-        _level(before.requests, limits.requests_per_minute, elapsed),
-        _level(before.tokens, limits.tokens_per_minute, elapsed),
-        max(before.at_ms, now_ms),
+    elapsed, at_ms = max(now_ms - before.at_ms, 0), max(before.at_ms, now_ms)
+
+    def of(level: int | None, was: int | None, now: int | None, since: int) -> tuple[int | None, int | None, int]:
+        limit = was if now is None else now
+        # Until now the old one was in force.
+        level = _level(_level(level, was, elapsed), limit, 0)
+        return level, limit, since if limit == was else max(at_ms, since + 1)
+
+    old, (requests_since, tokens_since) = before.limits, before.since
+    requests, rpm, requests_since = of(
+        before.requests, old.requests_per_minute, limits.requests_per_minute, requests_since
     )
+    tokens, tpm, tokens_since = of(before.tokens, old.tokens_per_minute, limits.tokens_per_minute, tokens_since)
+    return Buckets(requests, tokens, at_ms, KeyLimits(rpm, tpm), (requests_since, tokens_since))
 
 
 def admit(buckets: Buckets, limits: KeyLimits, tokens: int, streams: int) -> tuple[Buckets, Standing]:
     """Take one request and ``tokens`` if all limits allow it, else nothing. ``streams``: those that run already."""
+    by_requests, by_tokens = limits.requests_per_minute is not None, limits.tokens_per_minute is not None
     fits = (
         (limits.concurrent_streams is None or streams < limits.concurrent_streams)
-        and (buckets.requests is None or buckets.requests >= UNIT)
-        and (buckets.tokens is None or buckets.tokens >= tokens * UNIT)
+        and (not by_requests or buckets.requests is None or buckets.requests >= UNIT)
+        and (not by_tokens or buckets.tokens is None or buckets.tokens >= tokens * UNIT)
     )
     if fits:
-        buckets = _changed(buckets, -1, -tokens)
-    return buckets, Standing(fits, buckets.requests, buckets.tokens, streams + fits)
+        buckets = _changed(buckets, -1 if by_requests else 0, -tokens if by_tokens else 0)
+    return buckets, Standing(
+        fits,
+        buckets.requests if by_requests else None,
+        buckets.tokens if by_tokens else None,
+        streams + fits,
+        buckets.since,
+    )
 
 
 def lower(one: Buckets, other: Buckets) -> Buckets:
@@ -101,16 +128,27 @@ def lower(one: Buckets, other: Buckets) -> Buckets:
     def least(a: int | None, b: int | None) -> int | None:
         return b if a is None else a if b is None else min(a, b)
 
-    return Buckets(least(one.requests, other.requests), least(one.tokens, other.tokens), one.at_ms)
+    return replace(one, requests=least(one.requests, other.requests), tokens=least(one.tokens, other.tokens))
 
 
-def give_back(buckets: Buckets, limits: KeyLimits, tokens: int, requests: int = 0) -> Buckets:
-    """Return what was taken and not used; negative for what was used and not taken. A bucket doesn't overflow."""
+def give_back(
+    buckets: Buckets, limits: KeyLimits, tokens: int, requests: int = 0, since: Since | None = None
+) -> Buckets:
+    """Return what was taken and not used; negative for what was used and not taken. A bucket doesn't overflow.
+
+    ``limits`` and ``since``: those of the admission (None: not known). Where the limit has been edited since then, only
+    what is owed counts.
+    """
+    old = buckets.limits
+    if limits.requests_per_minute != old.requests_per_minute or (since is not None and since[0] != buckets.since[0]):
+        requests = min(requests, 0)
+    if limits.tokens_per_minute != old.tokens_per_minute or (since is not None and since[1] != buckets.since[1]):
+        tokens = min(tokens, 0)
     changed = _changed(buckets, requests, tokens)
-    return Buckets(
-        _level(changed.requests, limits.requests_per_minute, 0),
-        _level(changed.tokens, limits.tokens_per_minute, 0),
-        changed.at_ms,
+    return replace(
+        changed,
+        requests=_level(changed.requests, old.requests_per_minute, 0),
+        tokens=_level(changed.tokens, old.tokens_per_minute, 0),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +23,20 @@ class Part:
     given: Mapping[str, Any]
     node: yaml.Node
     path: str
+
+    @property
+    def named(self) -> set[str]:
+        """The fields that stand there, also those whose value was refused."""
+        pairs = (
+            cast("list[tuple[yaml.Node, yaml.Node]]", self.node.value)
+            if isinstance(self.node, yaml.MappingNode)
+            else []
+        )
+        return {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
+
+    def refused(self, source: Source) -> bool:
+        """Whether something in it was complained about: what seems to be missing may stand there misspelt."""
+        return any(each.path.startswith(f"{self.path}.") for each in source.problems)
 
 
 def read_part(source: Source, block: Block, node: yaml.Node, path: str) -> Part:
@@ -52,7 +66,7 @@ def refuse_unknown_classes(source: Source, part: Part, names: tuple[str, ...], k
             source.complain(value_node(part.node, field.split(".")), join(part.path, field), f"'{name}': {hint}")
 
 
-def refuse_repeated_name(source: Source, part: Part, before: list[str], what: str) -> None:
+def refuse_repeated_name(source: Source, part: Part, before: Collection[str], what: str) -> None:
     name = part.given.get("name")
     if name in before:
         source.complain(

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+MOST_NAMES = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -38,5 +40,10 @@ class PolicyError(FileError):
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest known one, or all of them."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean '{near[0]}'?" if near else f"use one of: {', '.join(names)}"
+    # Comparing takes its time, and a file may have thousands of names and of words that are none.
+    alike = names if len(names) <= MOST_NAMES else [name for name in names if name[:2] == word[:2]][:MOST_NAMES]
+    near = difflib.get_close_matches(word[:MOST_NAMES], alike, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"use one of: {', '.join(names[:MOST_NAMES])}{more}"

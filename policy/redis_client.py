@@ -12,8 +12,11 @@ from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as NoConnection
+from redis.exceptions import ReadOnlyError, ResponseError
 
 TIMEOUT_S = 2.0
+_MOST_SAID = 300
 """Of one command. It only ever holds up the statistics, never a request."""
 
 Kind = Literal["standalone", "sentinel", "cluster", "unix"]
@@ -146,7 +149,7 @@ def connect(target: RedisTarget) -> Redis | RedisCluster:
         return RedisCluster(startup_nodes=nodes, **common, **account, **options)
     common["retry"] = Retry(NoBackoff(), 0)
     if target.kind == "unix":
-        return Redis(unix_socket_path=target.path, db=target.db, **common)
+        return _leaving_replicas(Redis(unix_socket_path=target.path, db=target.db, **common))
     if target.kind == "sentinel":
         sentinel = Sentinel(
             list(target.hosts),
@@ -155,9 +158,40 @@ def connect(target: RedisTarget) -> Redis | RedisCluster:
             **account,
             **options,
         )
-        return sentinel.master_for(target.service, db=target.db)
+        return _leaving_replicas(sentinel.master_for(target.service, db=target.db))
     host, port = target.hosts[0]
-    return Redis(host=host, port=port, db=target.db, **common, **account, **options)
+    return _leaving_replicas(Redis(host=host, port=port, db=target.db, **common, **account, **options))
+
+
+def _leaving_replicas(client: Redis) -> Redis:
+    """Have ``client`` drop a connection on which it is told that the server has become a replica.
+
+    Behind one address (a proxy, a Service, DNS) the new master is found by a new connection only: the old one lives on
+    and goes on refusing. A cluster's replicas send clients to the master by themselves.
+    """
+    pool = client.connection_pool
+    base: Any = pool.connection_class
+
+    class LeavingReplicas(base):
+        async def read_response(self, *args: Any, **options: Any) -> Any:
+            try:
+                return await super().read_response(*args, **options)
+            except ResponseError as error:
+                # Older servers wrap the refusal of what a script wrote.
+                if not isinstance(error, ReadOnlyError) and "READONLY" not in str(error):
+                    raise
+                await self.disconnect()
+                raise NoConnection("the server is a read-only replica now; the connection is made anew") from error
+
+    pool.connection_class = LeavingReplicas
+    return client
+
+
+def reason(error: BaseException) -> str:
+    """What a client raised, in a line: redis-py quotes the whole command before it, and servers the script after."""
+    text = str(error).rpartition("of pipeline caused error: ")[2]
+    text = " ".join(text.removeprefix("(").removesuffix(",)").strip("'\"").partition(" script: ")[0].split())
+    return f"{type(error).__name__}: {text[:_MOST_SAID]}"
 
 
 def _host(text: str, port: int) -> tuple[str, int]:

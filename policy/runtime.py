@@ -6,7 +6,7 @@ from pathlib import Path
 
 from policy.format import default_policy, parse_policy
 from policy.spec import PolicySpec
-from policy.watched_file import WatchedFile
+from policy.watched_file import WatchedFile, read_regular
 
 EMBEDDED = "embedded default"
 
@@ -30,4 +30,4 @@ class PolicyRuntime(WatchedFile[PolicySpec]):
     @classmethod
     def open(cls, path: Path, wall_time: float = 0.0) -> PolicyRuntime:
         """Raises OSError or PolicyError: a gateway doesn't start with a policy that it can't read."""
-        return cls(parse_policy, path.read_bytes(), str(path), path, wall_time)
+        return cls(parse_policy, read_regular(path), str(path), path, wall_time)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -148,13 +148,51 @@ class Rule:
     name: str
     when: Conditions
 
+    def meets(self, class_name: str | None) -> bool:
+        """Whether it may apply to requests of that class."""
+        return class_name is None or self.when.classes is None or class_name in self.when.classes
 
-@dataclass(frozen=True, slots=True)
-class PolicySpec:
-    """A whole policy. ``settings`` holds the merged settings by (class, index of the rule).
+
+class SettingsTable(Mapping[tuple[str | None, int], Settings]):
+    """Settings by (class, index of the rule) where the two can meet; each different one is held once.
 
     Class None stands for every class without a block of its own, index -1 for no rule.
     """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        group_of: Mapping[str | None, int],
+        use_of: Sequence[int],
+        merged: Mapping[tuple[int, int], Settings],
+    ) -> None:
+        """``group_of``: classes with the same block share one; ``use_of``: so do rules with the same settings.
+
+        ``merged`` is by group and use, -1 for no rule.
+        """
+        self._rules = rules
+        self._group_of = group_of
+        self._use_of = use_of
+        self._merged = merged
+
+    def __getitem__(self, key: tuple[str | None, int]) -> Settings:
+        class_name, index = key
+        if not -1 <= index < len(self._rules) or (index >= 0 and not self._rules[index].meets(class_name)):
+            raise KeyError(key)
+        return self._merged[self._group_of[class_name], -1 if index < 0 else self._use_of[index]]
+
+    def __iter__(self) -> Iterator[tuple[str | None, int]]:
+        for class_name in self._group_of:
+            yield class_name, -1
+            yield from ((class_name, index) for index, rule in enumerate(self._rules) if rule.meets(class_name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """A whole policy. ``settings`` holds the merged settings, as :class:`SettingsTable` does."""
 
     version: str
     file: str

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from backends.types import DecodeCounters
 from policy.book import EPOCH_S, RETAINED_EPOCHS
 from policy.counters import Tally, as_json, copy_of, from_json, pack, unpack
-from policy.redis_client import RedisTarget, connect
+from policy.redis_client import RedisTarget, connect, reason
 from policy.shared_text import MemoryText, SharedText
 
 EPOCH_TTL_S = int(EPOCH_S * (RETAINED_EPOCHS + 30))
@@ -222,7 +222,7 @@ class _told:
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if isinstance(error, (RedisError, OSError, TimeoutError)):
-            raise StoreUnavailable(f"{type(error).__name__}: {error}") from error
+            raise StoreUnavailable(reason(error)) from error
 
 
 def _counters(text: str) -> DecodeCounters | None:

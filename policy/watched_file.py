@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
+from policy.background import PatientCall
 from policy.problems import FileError, Problem
 
-Outcome = Literal["unchanged", "settling", "accepted", "rejected"]
+Outcome = Literal["unchanged", "settling", "accepted", "rejected", "hangs"]
 
 
 class Versioned(Protocol):
@@ -65,6 +70,7 @@ class WatchedFile(Generic[V]):
         self.path = path
         self.status = FileStatus(name, self.value.version, wall_time)
         self._parse = parse
+        self._read = read_regular
         self._taken = _digest(content)
         self._candidate: str | None = None
 
@@ -76,7 +82,7 @@ class WatchedFile(Generic[V]):
         if self.path is None:
             return "unchanged"
         try:
-            content = self.path.read_bytes()
+            content = self._read(self.path)
         except OSError as error:
             content, digest = None, f"unreadable: {error.strerror or error}"
         else:
@@ -111,6 +117,50 @@ class WatchedFile(Generic[V]):
         )
         self.value = value
         return "accepted"
+
+
+class FileWatch(Generic[V]):
+    """Polls a file from an event loop, which a file system that hangs neither holds up nor keeps from ending.
+
+    ``clock`` is monotonic.
+    """
+
+    def __init__(
+        self, file: WatchedFile[V], clock: Callable[[], float], wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        # In a thread, since a file may lie on a network and YAML takes its time.
+        self._poll: PatientCall[Outcome] = PatientCall(lambda: file.poll(wall_clock()), clock=clock)
+
+    async def poll(self) -> Outcome:
+        """See :meth:`WatchedFile.poll`; "hangs": the file can't be read, and nothing changes until it can."""
+        try:
+            return await self._poll()
+        except TimeoutError:
+            return "hangs"
+
+    def problem(self, what: str) -> str | None:
+        """That the file can't be read, in words for everybody; ``what`` names it."""
+        hangs_s = self._poll.hangs_s
+        return None if hangs_s is None else f"{what} can't be read for {hangs_s:.0f} s; the last one stays in force"
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file, or of what a link leads to. Raises OSError, also for a FIFO or a device: those give what
+    they have once, or nothing for ever, and can't be watched."""
+    # Opening a FIFO would wait for its writer; not blocking changes nothing for a regular file.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for is_kind, name in _KINDS if is_kind(mode)), "device")
+            raise OSError(errno.EINVAL, f"is a {kind}; it must be a regular file, or a link to one", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+_KINDS = ((stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"), (stat.S_ISDIR, "folder"))
 
 
 def _digest(content: bytes) -> str:

@@ -390,6 +390,55 @@ async def test_what_200_requests_do_not_use_is_there_again(tmp_path: Path, serve
         assert int(last.headers["x-ratelimit-remaining-tokens"]) >= budget - used - 11
 
 
+EXPLAIN = "/v1/decoding/explain"
+
+
+@pytest.mark.parametrize("where", ["memory", "redis"])
+def test_explaining_counts_as_a_request_and_takes_no_tokens(tmp_path: Path, server: ValkeyProcess, where: str) -> None:
+    key = new_key()
+    limits = {"requests_per_minute": 4, "tokens_per_minute": 1000}
+    write_keys(tmp_path / "keys", entry(f"asking-{where}", key, limits=limits))
+    with keyed_gateway(tmp_path / "keys", "memory" if where == "memory" else server.url) as live:
+
+        def explain(**more: Any) -> Any:
+            return live.http.post(EXPLAIN, json=chat("hello", **more), headers=bearer(key))
+
+        first = explain()
+        assert first.status_code == 200
+        assert first.headers["x-ratelimit-remaining-requests"] == "3"
+        assert explain(max_tokens=10**6).status_code == 400, "found out by tokenising, which is paid for"
+        assert explain(model="nobody").status_code == 404, "found out for nothing"
+        assert live.http.post(CHAT, json=chat(max_tokens=1), headers=bearer(key)).status_code == 200
+        last = explain()
+        assert last.headers["x-ratelimit-remaining-requests"] == "0"
+        assert int(last.headers["x-ratelimit-remaining-tokens"]) > 980
+        counted = len(live.tokenizer.threads)
+        refused = explain()
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        explain()
+        assert len(live.tokenizer.threads) <= counted + 1, "one who is known to be out of requests costs no tokenising"
+
+
+def test_few_are_explained_at_a_time_beside_the_answers() -> None:
+    with running_gateway() as live:
+
+        async def take() -> Any:
+            return live.state.explaining.admit(live.state.explaining.capacity)
+
+        ticket = live.in_loop(take())
+        refused = live.http.post(EXPLAIN, json=chat())
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "queue_full")
+        assert live.http.post(CHAT, json=chat()).status_code == 200
+
+        async def give_back() -> None:
+            ticket.close()
+
+        live.in_loop(give_back())
+        assert live.http.post(EXPLAIN, json=chat()).status_code == 200
+        assert live.state.explaining.in_flight == 0
+
+
 # Files and commands.
 
 
@@ -411,6 +460,10 @@ async def test_what_200_requests_do_not_use_is_there_again(tmp_path: Path, serve
         ("version: 1\nkeys: [{name: a, hash: H}, {name: b, hash: H}]", "is that of keys[0] too"),
         ("version: 1\nkeys: [{name: a, hash: H}, {name: a, hash: G}]", "keys[1].name: is that of keys[0] too"),
         ("version: 1\nkeys: &a [*a]", "keys"),
+        ("version: 1\nkeys: [{name: a, hash: H, limits: {requests_per_minute: 0600}}]", "write it in decimal"),
+        ("version: 1\nkeys: [{name: a, hash: H, limits: {tokens_per_minute: 1_000}}]", "write it in decimal"),
+        ("version: 1\nkeys: [{name: a, hash: H, limits: {concurrent_streams: 1:30}}]", "write it in decimal"),
+        ("version: 01\nkeys: []", "write it in decimal"),
     ],
 )
 def test_key_files_are_strict(text: str, says: str) -> None:

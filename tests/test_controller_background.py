@@ -18,6 +18,7 @@ from gateway.controller import Controller, store_opener
 from policy.records import Event
 from policy.runtime import PolicyRuntime
 from policy.spec import RequestFacts
+from policy.stabiliser import Held
 from policy.store import MemoryStore
 from tests.fakes import FakeDecoder
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
@@ -267,6 +268,40 @@ async def test_random_heads_under_traffic(caplog: pytest.LogCaptureFixture) -> N
     assert controller.events[1].at - mended <= 60.0
     assert (await run(1))[0] > 1.5 * vanilla
     assert controller.fallback_count == 1
+
+
+async def test_shapes_are_held_for_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many models and rules there have been: the newest are held, and none of a policy that is no more."""
+    monkeypatch.setattr("gateway.controller.MOST_HELD", 3)
+    path = tmp_path / "policy.yaml"
+    path.write_bytes(GOOD)
+    controller = Controller(PolicyRuntime.open(path), clock=lambda: 0.0)
+    held = Held(1, 1, None, 0.0, "v")
+    monkeypatch.setattr("gateway.controller.stabilise", lambda decision, before, now: (held, decision))
+    for model in "abcadea":
+        controller.decide(RequestFacts("r", model, "code", model_heads=4))
+    assert [key[0] for key in controller._held] == ["d", "e", "a"]
+    path.write_bytes(GOOD.replace(b"2", b"3"))
+    await controller.poll_policy()
+    await controller.poll_policy()
+    assert controller._held == {}
+
+
+@pytest.mark.parametrize(("off_s", "told"), [(0, None), (7200, "7200 s ahead of"), (-7200, "7200 s behind")])
+async def test_a_clock_that_is_wrong_is_told(tmp_path: Path, off_s: int, told: str | None) -> None:
+    server = ValkeyProcess(tmp_path).start()
+    controller = Controller(
+        PolicyRuntime.from_text(GOOD), open_store=store_opener(server.url), wall_clock=lambda: time.time() + off_s
+    )
+    try:
+        await controller.start({})
+        await controller.share_alerts()
+        problems = controller.problems()
+        assert len(problems) == (told is not None)
+        assert told is None or told in problems[0]
+    finally:
+        await controller.stop()
+        server.kill()
 
 
 async def test_a_quiet_class_is_probed_all_the_same() -> None:

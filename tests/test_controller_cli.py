@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,13 @@ def test_validate(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith(f"{broken}:") for line in out[1:])
     with pytest.raises(OSError, match="No such file"):
         run("validate", "nowhere.yaml")
+
+
+def test_validate_from_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, status, told in ((b"version: 1\n", 0, "-: ok, version 1-"), (b"version: 2\n", 1, "-:1: version: this")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
+        assert run("validate", "-") == status
+        assert capsys.readouterr().out.startswith(told)
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:

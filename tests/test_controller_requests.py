@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from gateway.controller import Controller
+from policy.format import parse_policy
 from policy.runtime import PolicyRuntime
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
@@ -143,6 +146,33 @@ def test_text_completions_are_classified_too(gateway: LiveGateway) -> None:
     assert gateway.decoder.submitted[-1].stats_key == f"{MODEL}|code|low|policy"
     gateway.http.post("/v1/completions", json={"model": MODEL, "prompt": [1, 2, 3]})
     assert gateway.decoder.submitted[-1].stats_key == f"{MODEL}|unclassified|low|policy"
+
+
+def test_a_policy_is_checked_off_the_loop_and_one_at_a_time(
+    gateway: LiveGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one is being read, health is told and answers go on."""
+    reading, go_on, now, most = threading.Event(), threading.Event(), 0, 0
+
+    def slow(content: bytes, file: str) -> Any:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        reading.set()
+        assert go_on.wait(30)
+        now -= 1
+        return parse_policy(content, file)
+
+    monkeypatch.setattr("gateway.admin.parse_policy", slow)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(gateway.http.post, "/admin/policy/validate", json={"policy": POLICY.decode()}) for _ in range(3)
+        ]
+        assert reading.wait(30)
+        assert gateway.http.get("/healthz").status_code == 200
+        assert chat(gateway).status_code == 200
+        go_on.set()
+        assert [each.result().json()["changes"] for each in asked] == [[], [], []]
+    assert most == 1
 
 
 def test_explain_decodes_nothing(gateway: LiveGateway) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from policy.limits import (
     UNIT,
     Buckets,
     KeyLimits,
+    Since,
     Standing,
     admit,
     describe,
@@ -30,8 +32,10 @@ from tests.test_policy_store import ValkeyProcess
 PATIENCE_S = 30.0
 PER_MINUTE = st.none() | st.integers(1, 200) | st.just(1_000_000_000)
 LIMITS = st.builds(KeyLimits, PER_MINUTE, PER_MINUTE, st.none() | st.integers(1, 4))
+LIMITED = LIMITS.filter(lambda limits: limits.any)
 STEPS = st.lists(
-    st.tuples(st.integers(0, 70_000), st.sampled_from(["admit", "settle", "renew"]), st.integers(0, 300)), max_size=25
+    st.tuples(st.integers(0, 70_000), st.sampled_from(["admit", "settle", "renew", "edit"]), st.integers(0, 300)),
+    max_size=25,
 )
 
 
@@ -71,7 +75,7 @@ def test_what_is_given_back_is_what_was_taken(limits: KeyLimits, tokens: int, us
 
 def test_a_clock_that_goes_back_adds_nothing() -> None:
     limits = KeyLimits(requests_per_minute=60)
-    buckets = Buckets(0, None, 10_000)
+    buckets = Buckets(0, None, 10_000, limits)
     assert refilled(buckets, limits, 5_000) == buckets
     assert refilled(buckets, limits, 11_000).requests == UNIT
 
@@ -111,9 +115,10 @@ async def shared(server: ValkeyProcess) -> AsyncIterator[RedisLimits]:
 def test_lua_and_python_agree(server: ValkeyProcess) -> None:
     """Any sequence of calls, with the same clock: the same grants and the same levels, to the last unit."""
 
-    async def both(limits: KeyLimits, steps: Any, name: str) -> None:
+    async def both(edits: list[KeyLimits], steps: Any, name: str) -> None:
         remote = RedisLimits(parse_redis_url(server.url))
-        now, buckets, leases = 1_000_000, None, dict[str, int]()
+        limits, now, buckets, leases = edits[0], 1_000_000, None, dict[str, int]()
+        admitted: dict[str, tuple[KeyLimits, Since]] = {}
         try:
             for number, (wait, what, tokens) in enumerate(steps):
                 now += wait
@@ -121,19 +126,20 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
                 if what == "admit":
                     leases = {lease: until for lease, until in leases.items() if until > now}
                     buckets, expected = admit(refilled(buckets, limits, now), limits, tokens, len(leases))
-                    if expected.granted and limits.to_settle:
+                    if expected.granted:
                         leases[str(number)] = now + LEASE_MS
+                        admitted[str(number)] = limits, expected.since
                     [found] = await remote.run([Order("admit", name, limits, [str(number)], tokens, 1)])
-                    assert found is not None
-                    if not limits.to_settle:
-                        assert (found.granted, found.requests) == (expected.granted, expected.requests)
-                    else:
-                        assert found == expected
+                    assert found == expected
+                elif what == "edit":
+                    limits = edits[tokens % len(edits)]
                 elif what == "settle" and leases:
                     lease = next(iter(leases))
+                    by, since = admitted[lease]
+                    known = since if tokens % 2 else None
                     # The same lease twice: the second time is for nothing.
-                    await remote.run([Order("settle", name, limits, [lease], 100 - tokens, 1)] * 2)
-                    buckets = give_back(refilled(buckets, limits, now), limits, 100 - tokens, 1)
+                    await remote.run([Order("settle", name, by, [lease], 100 - tokens, 1, known)] * 2)
+                    buckets = give_back(refilled(buckets, KeyLimits(), now), by, 100 - tokens, 1, known)
                     del leases[lease]
                 elif what == "renew":
                     leases = {lease: until for lease, until in leases.items() if until > now}
@@ -146,11 +152,9 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
     count = iter(range(10**6))
 
     @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(LIMITS, STEPS)
-    def run(limits: KeyLimits, steps: Any) -> None:
-        # The server expires keys by its own clock, hence short waits only; and each example has a key of its own.
-        short = [(wait % 15_000, what, tokens) for wait, what, tokens in steps]
-        asyncio.run(both(limits, short, f"k{next(count)}"))
+    @given(st.lists(LIMITED, min_size=1, max_size=3), STEPS)
+    def run(edits: list[KeyLimits], steps: Any) -> None:
+        asyncio.run(both(edits, steps, f"k{next(count)}"))
 
     run()
 
@@ -210,6 +214,161 @@ async def test_two_limiters_share_one_budget_under_a_race(server: ValkeyProcess,
     assert left is not None
     assert left.tokens is not None
     assert left.tokens >= (1000 - 5 * len(grants)) * UNIT, "all but what was used came back, once"
+
+
+SMALL = st.none() | st.integers(1, 6) | st.integers(100, 600)
+EDITS = st.lists(
+    st.builds(KeyLimits, SMALL, SMALL, st.none() | st.integers(1, 4)).filter(lambda limits: limits.any),
+    min_size=1,
+    max_size=3,
+)
+WHAT = st.sampled_from(["admit", "admit", "settle", "cancel", "edit"])
+LIVES = st.lists(st.tuples(st.sampled_from([0, 0, 1, 8, 480]), WHAT, st.integers(0, 9)), max_size=40)
+"""(eighths of a second to wait, what to do, a number for it): exact in floating point."""
+
+
+class Account:
+    """What was let in since the limit was edited, less what was given back of that: kept in fractions."""
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
+        self.edited_at = self.taken = self.edits = 0.0
+
+    def edit(self, limit: int | None, now: float) -> None:
+        if limit != self.limit:
+            self.limit, self.edited_at, self.taken, self.edits = limit, now, 0.0, self.edits + 1
+
+    def take(self, amount: float, now: float) -> float:
+        self.taken += amount
+        if self.limit is not None:
+            assert self.taken <= self.limit * (1 + (now - self.edited_at) / 60), (
+                "more than the limit, whatever was edited"
+            )
+        return self.edits
+
+    def give_back(self, amount: float, edits: float) -> None:
+        self.taken -= amount if edits == self.edits else 0
+
+
+async def live(limiter: Limiter, edits: list[KeyLimits], steps: Any, now: list[float], key: str) -> list[Any]:
+    """What requests were told, by a limiter whose clock is ``now``."""
+    told: list[Any] = []
+    grants: list[tuple[Grant, float, float]] = []
+    requests, tokens, limits = Account(), Account(), edits[0]
+    for wait, what, number in steps:
+        now[0] += wait / 8
+        if limiter._remote is not None:
+            limiter._remote.now_ms = round(now[0] * 1000)
+        requests.edit(limits.requests_per_minute, now[0])
+        tokens.edit(limits.tokens_per_minute, now[0])
+        if what == "admit":
+            told.append(
+                (limiter.refused_anyway(key, limits) is not None, outcome := await limiter.admit(key, limits, number))
+            )
+            if isinstance(outcome, Grant):
+                grants.append((outcome, requests.take(1, now[0]), tokens.take(number, now[0])))
+                told[-1] = told[-1][0], outcome.standing
+            assert told[-1][0] is False or not isinstance(outcome, Grant), "what is refused early, would be anyway"
+        elif what == "edit":
+            limits = edits[number % len(edits)]
+        elif grants:
+            grant, requests_at, tokens_at = grants.pop(number % len(grants))
+            if what == "cancel":
+                grant.cancel()
+                requests.give_back(1, requests_at)
+                tokens.give_back(grant.tokens, tokens_at)
+            else:
+                grant.settle(number)
+                tokens.give_back(max(grant.tokens - number, 0), tokens_at)
+            # Orders are carried out in order: now the settlement is done, before time goes on.
+            (await taken(limiter, KeyLimits(concurrent_streams=10**6), key="other")).settle(0)
+    for grant, *_ in grants:
+        grant.cancel()
+    return told
+
+
+def test_redis_and_memory_agree_and_no_edit_lets_more_in(server: ValkeyProcess) -> None:
+    """Admissions, edits, settlements and cancellations in any order: the two decide alike, and within the limit."""
+
+    def without_marks(told: list[Any]) -> list[Any]:
+        # The marks are moments of either's clock.
+        return [
+            (
+                early,
+                replace(each, since=(0, 0))
+                if isinstance(each, Standing)
+                else (each[0], replace(each[1], since=(0, 0))),
+            )
+            for early, each in told
+        ]
+
+    async def both(edits: list[KeyLimits], steps: Any, key: str) -> None:
+        now = [1000.0]
+        here = await live(Limiter(clock=lambda: now[0]), edits, steps, now, key)
+        now = [1000.0]
+        shared = Limiter(clock=lambda: now[0], timeout_s=PATIENCE_S)
+        await shared.start(parse_redis_url(server.url))
+        assert shared._remote is not None
+        shared._remote._lease_ms = 10**9
+        try:
+            there = await live(shared, edits, steps, now, key)
+        finally:
+            await shared.stop()
+        assert shared.decided_locally == 0
+        assert without_marks(here) == without_marks(there)
+
+    count = iter(range(10**6))
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(EDITS, LIVES)
+    def run(edits: list[KeyLimits], steps: Any) -> None:
+        asyncio.run(both(edits, steps, f"both{next(count)}"))
+
+    run()
+
+
+@pytest.mark.parametrize("where", ["redis", "memory"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (KeyLimits(tokens_per_minute=1_000_000), KeyLimits(requests_per_minute=2, tokens_per_minute=1_000_000)),
+        (KeyLimits(requests_per_minute=600), KeyLimits(requests_per_minute=2)),
+        (KeyLimits(requests_per_minute=600), KeyLimits(requests_per_minute=600, tokens_per_minute=2)),
+        (KeyLimits(tokens_per_minute=600), KeyLimits(tokens_per_minute=2)),
+    ],
+    ids=["requests added", "requests lowered", "tokens added", "tokens lowered"],
+)
+async def test_streams_that_end_do_not_undo_an_edit(
+    server: ValkeyProcess, shared: RedisLimits, where: str, before: KeyLimits, after: KeyLimits
+) -> None:
+    now = [1000.0]
+    limiter = Limiter(clock=lambda: now[0], timeout_s=PATIENCE_S)
+    if where == "redis":
+        await limiter.start(parse_redis_url(server.url))
+        assert limiter._remote is not None
+        limiter._remote.now_ms = 1_000_000
+    streams = [await taken(limiter, before) for _ in range(5)]
+    for _ in range(2):
+        await taken(limiter, after)
+    streams[0].cancel()
+    for each in streams[1:]:
+        each.settle(0)
+    for _ in range(3):
+        assert isinstance(await limiter.admit("k", after, 1), tuple)
+    await limiter.stop()
+
+
+async def test_a_request_that_never_began_is_given_back_to_a_key_without_tokens(limiter: Limiter) -> None:
+    limits = KeyLimits(requests_per_minute=2)
+    assert limiter._remote is not None
+    limiter._remote.now_ms = 1_000_000
+    for _ in range(5):
+        (await taken(limiter, limits)).cancel()
+    first = await taken(limiter, limits)
+    await taken(limiter, limits)
+    assert isinstance(await limiter.admit("k", limits, 1), tuple)
+    first.settle(1)
+    assert isinstance(await limiter.admit("k", limits, 1), tuple), "one that was answered has been used"
 
 
 async def test_a_client_that_leaves_while_it_waits_takes_nothing(limiter: Limiter, shared: RedisLimits) -> None:

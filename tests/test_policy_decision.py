@@ -152,8 +152,9 @@ def test_a_policy_that_insists_knows_no_fallback() -> None:
 def test_decide_is_fast() -> None:
     """p99 within 50 microseconds, with 20 rules that all have to be tried. The best of several rounds counts: the
     machine is shared, and what is asked is how long the decision takes, not how long others do."""
-    when = "{class: code, model: [zz*, b], prompt_tokens: {min: 100000}}"
-    policy = spec("rules:\n" + "".join(f"  - {{name: r{n}, when: {when}, use: {{heads: 1}}}}\n" for n in range(20)))
+    when = "{{class: code, model: [zz*, b{n}], prompt_tokens: {{min: 100000}}}}"
+    rules = (f"  - {{name: r{n}, when: {when.format(n=n)}, use: {{heads: 1}}}}\n" for n in range(20))
+    policy = spec("rules:\n" + "".join(rules))
     stats = measured(CODE)
     p99 = []
     for _ in range(5):

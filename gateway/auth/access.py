@@ -7,15 +7,15 @@ import ipaddress
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from gateway.auth.errors import InvalidApiKey, NotAllowed, NotHere
 from gateway.auth.keyfile import ApiKey, KeySet, parse_keys
+from policy.background import cancel_and_wait, pause
 from policy.limiter import Limiter
 from policy.redis_client import RedisTarget
-from policy.watched_file import WatchedFile
+from policy.watched_file import FileWatch, WatchedFile, read_regular
 
 logger = logging.getLogger("gateway.auth")
 
@@ -27,7 +27,7 @@ Need = Literal["open", "any", "metrics", "inference", "admin"]
 
 def open_keys(path: Path, wall_time: float = 0.0) -> WatchedFile[KeySet]:
     """Raises OSError or KeyFileError: a gateway doesn't start with keys that it can't read."""
-    return WatchedFile(parse_keys, path.read_bytes(), str(path), path, wall_time)
+    return WatchedFile(parse_keys, read_regular(path), str(path), path, wall_time)
 
 
 class Access:
@@ -44,6 +44,7 @@ class Access:
         limiter: Limiter | None = None,
         admin_port: int | None = None,
         local: bool = True,
+        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.keys = keys
@@ -51,21 +52,20 @@ class Access:
         self.admin_port = admin_port
         self.local = local
         self._wall_clock = wall_clock
+        self._file = None if keys is None else FileWatch(keys, clock, wall_clock)
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self, target: RedisTarget | None) -> None:
         """Watch the key file, and share limits through ``target``."""
-        if self.keys is not None:
+        if self.keys is not None and self._file is not None:
             await self.limiter.start(target)
-            self._watching = asyncio.create_task(self._watch(self.keys))
+            self._watching = asyncio.create_task(self._watch(self.keys, self._file))
 
     async def stop(self) -> None:
         """Idempotent."""
         watching, self._watching = self._watching, None
         if watching is not None:
-            watching.cancel()
-            with suppress(asyncio.CancelledError):
-                await watching
+            await cancel_and_wait(watching)
         await self.limiter.stop()
 
     def check(self, need: Need, headers: Sequence[tuple[bytes, bytes]], port: int | None) -> ApiKey | None:
@@ -91,8 +91,15 @@ class Access:
         found = []
         if self.keys is not None and self.keys.status.rejection is not None:
             found.append("the key file's last edit was refused; the keys before it are in force")
+        if self._file is not None and (problem := self._file.problem("the key file")) is not None:
+            found.append(problem)
         if not self.limiter.health.ok:
             found.append("limits of API keys hold for each replica by itself, since their store is unavailable")
+        if self.limiter.evicts_by is not None:
+            found.append(
+                "the store of the limits of API keys may forget them when its memory is full (maxmemory-policy "
+                f"{self.limiter.evicts_by}); with volatile-ttl or noeviction it keeps them"
+            )
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,11 +140,11 @@ class Access:
         if (need in ("admin", "metrics")) != (port == self.admin_port):
             raise NotHere("There is no such route on this port.")
 
-    async def _watch(self, keys: WatchedFile[KeySet]) -> None:
+    async def _watch(self, keys: WatchedFile[KeySet], file: FileWatch[KeySet]) -> None:
         while True:
-            await asyncio.sleep(POLL_EVERY_S)
+            await pause(POLL_EVERY_S)
             try:
-                outcome = await asyncio.to_thread(keys.poll, self._wall_clock())
+                outcome = await file.poll()
             except Exception:
                 logger.exception("reading the key file failed; it is tried again")
                 continue

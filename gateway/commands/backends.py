@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-from gateway.commands.validating import validate_files
+from gateway.commands.validating import read_input, validate_files
 
 
 def add_parser(subparsers: Any) -> None:
@@ -16,7 +15,7 @@ def add_parser(subparsers: Any) -> None:
     )
     commands = parser.add_subparsers(dest="what", metavar="what", required=True)
     validate = commands.add_parser("validate", help="check files; exit 1 if any is refused")
-    validate.add_argument("files", nargs="+", metavar="FILE")
+    validate.add_argument("files", nargs="+", metavar="FILE", help="- for standard input")
     validate.set_defaults(run=run_validate)
     schema = commands.add_parser("schema", help="print the JSON Schema of a backends file, for editors")
     schema.set_defaults(run=run_schema)
@@ -26,7 +25,7 @@ def run_validate(args: argparse.Namespace) -> int:
     from gateway.routing.file import parse_backends
 
     def summary(name: str) -> str:
-        spec = parse_backends(Path(name).read_bytes(), name)
+        spec = parse_backends(read_input(name), name)
         return f"{len(spec.engines)} engines and {len(spec.upstreams)} upstreams"
 
     return validate_files(args.files, summary)

@@ -7,10 +7,9 @@ import json
 import sys
 import time
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.commands.validating import validate_files
+from gateway.commands.validating import read_input, validate_files
 
 if TYPE_CHECKING:
     from gateway.auth.keyfile import ApiKey, KeySet
@@ -46,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     listing.set_defaults(run=run_list)
 
     validate = actions.add_parser("validate", help="check files; status 1 if any is refused")
-    validate.add_argument("files", nargs="+", metavar="FILE")
+    validate.add_argument("files", nargs="+", metavar="FILE", help="- for standard input")
     validate.set_defaults(run=run_validate)
 
     schema = actions.add_parser("schema", help="print the JSON Schema of key files, for editors")
@@ -130,7 +129,7 @@ def _load(name: str) -> KeySet:
     """Raises KeyFileError or OSError."""
     from gateway.auth.keyfile import parse_keys
 
-    return parse_keys(Path(name).read_bytes(), name)
+    return parse_keys(read_input(name), name)
 
 
 def _row(key: ApiKey, now: float) -> dict[str, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.commands.validating import validate_files
+from gateway.commands.validating import read_input, validate_files
 
 if TYPE_CHECKING:
     from policy.spec import PolicySpec
@@ -20,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="action", required=True)
 
     validate = actions.add_parser("validate", help="check files; status 1 if any is refused")
-    validate.add_argument("files", nargs="+", metavar="FILE")
+    validate.add_argument("files", nargs="+", metavar="FILE", help="- for standard input")
     validate.set_defaults(run=run_validate)
 
     explain = actions.add_parser(
@@ -109,7 +108,7 @@ def _load(name: str) -> PolicySpec:
     """Raises PolicyError or OSError."""
     from policy.format import parse_policy
 
-    return parse_policy(Path(name).read_bytes(), name)
+    return parse_policy(read_input(name), name)
 
 
 def _loaded(name: str | None) -> PolicySpec:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+
+
+def read_input(name: str) -> bytes:
+    """The content of a file; of standard input for ``-``. Raises OSError."""
+    return sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
 
 
 def validate_files(names: Sequence[str], summary: Callable[[str], str]) -> int:

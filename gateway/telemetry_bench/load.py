@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.bench_prompts import PROMPTS
+from policy.background import cancel_and_wait, pause
 
 MODEL = "bench"
 _PROMPTS = [prompt for each in zip(*PROMPTS.values(), strict=True) for prompt in each]
@@ -93,7 +94,7 @@ class Client:
             for scraper in scrapers:
                 if scraper.done():
                     scraper.result()
-                scraper.cancel()
+            await cancel_and_wait(*scrapers)
         finally:
             for http in clients.values():
                 await http.aclose()
@@ -124,7 +125,7 @@ class Client:
 async def _scrape(http: Any, every_s: float) -> None:
     while True:
         (await http.get("/metrics")).raise_for_status()
-        await asyncio.sleep(every_s)
+        await pause(every_s)
 
 
 def _body(prompt: str, max_tokens: int) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,9 @@ from gateway.routing.spec import UpstreamSpec
 from gateway.upstream import breaker as circuit
 from gateway.upstream.errors import UpstreamBusy, UpstreamFailure
 from gateway.upstream.payload import what_it_lacks
+from policy.background import PatientCall, cancel_and_wait, pause
 from policy.records import EventKind
+from policy.watched_file import read_regular
 
 logger = logging.getLogger("gateway.upstream")
 
@@ -65,7 +66,7 @@ def read_api_key(spec: UpstreamSpec) -> str | None:
     elif spec.api_key_file is not None:
         where = spec.api_key_file
         try:
-            key = Path(spec.api_key_file).read_text("utf-8")
+            key = read_regular(Path(spec.api_key_file)).decode("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ApiKeyError(f"can't read {where}: {error}") from None
     else:
@@ -105,6 +106,7 @@ class UpstreamBackend:
         self._breaker = circuit.Breaker(spec.breaker)
         self._busy_until = 0.0
         self._key = read_api_key(spec)
+        self._read_key = PatientCall(lambda: read_api_key(spec), clock=clock)
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._checking: asyncio.Task[None] | None = None
@@ -227,9 +229,7 @@ class UpstreamBackend:
         """Idempotent."""
         checking, self._checking = self._checking, None
         if checking is not None:
-            checking.cancel()
-            with suppress(asyncio.CancelledError):
-                await checking
+            await cancel_and_wait(checking)
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -239,13 +239,19 @@ class UpstreamBackend:
             try:
                 if self.spec.api_key_file is not None:
                     # Secrets are rotated while the gateway runs.
-                    self._key = await asyncio.to_thread(read_api_key, self.spec)
+                    await self._refresh_key()
                 await self.check()
-            except ApiKeyError as error:
-                logger.error("backend %s keeps its last key: %s", self.name, error)
             except Exception:
                 logger.exception("checking backend %s failed; it is tried again", self.name)
-            await asyncio.sleep(self.spec.health.every_s)
+            await pause(self.spec.health.every_s)
+
+    async def _refresh_key(self) -> None:
+        try:
+            self._key = await self._read_key()
+        except ApiKeyError as error:
+            logger.error("backend %s keeps its last key: %s", self.name, error)
+        except TimeoutError as error:
+            logger.error("backend %s keeps its last key: reading %s: %s", self.name, self.spec.api_key_file, error)
 
     async def check(self) -> None:
         """Ask once whether it is there, and whether it serves the model."""

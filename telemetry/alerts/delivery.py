@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import httpx
 import msgspec
 
 from policy.alerts import Receiver
+from policy.background import cancel_and_wait
 from telemetry.alerts.fleet import Message
 from telemetry.alerts.payloads import for_alertmanager, for_webhook
 
@@ -107,11 +107,7 @@ class Deliverer:
         tasks = list(self._tasks.values())
         if tasks:
             await asyncio.wait(tasks, timeout=patience_s)
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await cancel_and_wait(*tasks)
         await self._post.close()
 
     async def _deliver(self, receiver: Receiver, messages: list[Message], health: ReceiverHealth) -> None:

@@ -28,14 +28,15 @@ class SharedBoard:
         self._text = text
         self._replica = replica
         self._wall_clock = wall_clock
-        self._ahead = 0.0
+        self.ahead_s = 0.0
+        """How far the store's clock is ahead of this machine's."""
         self._alone = False
         self._editing = asyncio.Lock()
 
     @property
     def now(self) -> float:
         """The store's clock, as far as it is known."""
-        return self._wall_clock() + self._ahead
+        return self._wall_clock() + self.ahead_s
 
     async def edit(self, change: Edit) -> Board:
         """Change the fleet's board; only this replica's own part of it while the store is away."""
@@ -64,7 +65,7 @@ class SharedBoard:
     async def _edit_shared(self, change: Edit) -> Board:
         for _ in range(_ATTEMPTS):
             text, now = await self._text.load()
-            self._ahead = now - self._wall_clock()
+            self.ahead_s = now - self._wall_clock()
             before = decode(text)
             after = change(rejoined(before, self.board) if self._alone else before, now)
             if after == before or await self._text.swap(text, encode(after)):
