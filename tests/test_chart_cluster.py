@@ -188,10 +188,10 @@ def test_ids_can_be_left_to_the_cluster() -> None:
 
 
 def test_the_bundled_redis_holds_what_it_is_given() -> None:
-    """Nothing is evicted, and the container has room for the copy that rewriting its file takes."""
+    """No limit is evicted, and the container has room for the copy that rewriting its file takes."""
     rendered = render(CASES["ha"])
     settings = rendered.one("ConfigMap", "-redis")["data"]["redis.conf"]
-    assert "maxmemory-policy noeviction" in settings
+    assert "maxmemory-policy volatile-ttl" in settings
     (line,) = [line for line in settings.splitlines() if line.startswith("maxmemory ")]
     (container,) = rendered.one("StatefulSet", "-redis")["spec"]["template"]["spec"]["containers"]
 
