@@ -70,7 +70,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> FakeLoading:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     seen = Served()
 
-    def run_server(state: Any, bound: socket.socket, *more: socket.socket, access_log: bool = False) -> None:
+    def run_server(state: Any, bound: socket.socket, *more: socket.socket, **options: Any) -> None:
         seen.state, seen.port = state, bound.getsockname()[1]
 
     monkeypatch.setattr(server, "run_server", run_server)
