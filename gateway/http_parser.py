@@ -25,11 +25,13 @@ MAX_CHUNK_EXTENSIONS: Final = 16 * 1024
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([!-~]+) HTTP/([0-9])\.([0-9])")
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"host"})
 _NAME = re.compile(_TOKEN)
 _NOT_IN_VALUES = re.compile(rb"[^\t -~\x80-\xff]")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})(;[\t !-~\x80-\xff]*)?")
+_EXTENSION = rb";" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb"|\"[ !#-\[\]-~]*\"))?"
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})((?:" + _EXTENSION + rb")*)")
 _HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]*)(?::[0-9]{0,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 
@@ -141,7 +143,7 @@ class RequestParser:
         found = _CHUNK_LINE.fullmatch(line)
         if found is None:
             raise Malformed("A chunk of the body has no size that can be read.")
-        self._extensions += len(found[2] or b"")
+        self._extensions += len(found[2])
         if self._extensions > MAX_CHUNK_EXTENSIONS:
             raise Malformed("The body's chunks have too many extensions.")
         self._rest = int(found[1], 16)
@@ -173,7 +175,9 @@ class RequestParser:
             if not line:
                 return self._end()
             self._trailers += len(line) + 2
-            _read_field(line)
+            name, _ = _read_field(line)
+            if name in _FRAMING:
+                raise Malformed(f"The header {name.decode()} can't stand behind the body.")
 
     def _piece(self) -> bytes | None:
         if not self._buffer:
@@ -249,7 +253,11 @@ def _read_field(line: bytes) -> tuple[bytes, bytes]:
             "A header can't be read: each is one line 'Name: value' that ends in CR LF, with no space before the colon "
             "and no control characters."
         )
-    return name.lower(), value.strip(b" \t")
+    name = name.lower()
+    if name in _FRAMING and b"\t" in value:
+        # Legal, and more than one reader stumbles over it.
+        raise Malformed(f"The header {name.decode()} has a tab in it.")
+    return name, value.strip(b" \t")
 
 
 def _values(headers: list[tuple[bytes, bytes]], name: bytes) -> list[bytes]:

@@ -307,7 +307,7 @@ class Cycle(RequestResponseCycle):
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start" and not self.response_started:
-            if self.waiting_for_100_continue and self.more_body:
+            if self.waiting_for_100_continue:
                 # An answer instead of "100 Continue". Whether the body comes now is the client's choice, so nobody can
                 # tell what the next bytes would be.
                 self.keep_alive = False

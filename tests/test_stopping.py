@@ -56,7 +56,15 @@ if hang == "engine":
 @pytest.mark.parametrize(
     ("hangs", "status", "says"),
     [
-        ("controller", 1, ["the controller did not stop within 0.1 s", "at hangs_in_controller > deaf > sleep (", "the process did not end"]),
+        (
+            "controller",
+            1,
+            [
+                "the controller did not stop within 0.1 s",
+                "at hangs_in_controller > deaf > sleep (",
+                "the process did not end",
+            ],
+        ),
         ("engine", 1, ["the process did not end within 2 s", "thread MainThread at <module> (<string>:"]),
         ("drain", 0, ["draining failed", "a drain that fails"]),
     ],

@@ -104,7 +104,9 @@ def _seconds(text: str) -> float:
 
 def _host(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._-]+", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a host name: give it without scheme and port, such as box.lan")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a host name: give it without scheme and port, such as box.lan"
+        )
     return text
 
 
