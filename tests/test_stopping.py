@@ -25,7 +25,7 @@ from tests.fakes import FakeDecoder, FakeTokenizer
 
 logging.basicConfig()
 app.STOP_S = app.CONTROLLER_STOP_S = 0.1
-server.LIFESPAN_S, server.EXIT_S = 0.5, 2.0
+server.LIFESPAN_S, server.EXIT_S = 0.5, 1.0
 
 async def deaf():
     while True:
@@ -65,7 +65,7 @@ if hang == "engine":
                 "the process did not end",
             ],
         ),
-        ("engine", 1, ["the process did not end within 2 s", "thread MainThread at <module> (<string>:"]),
+        ("engine", 1, ["the process did not end within 1 s", "thread MainThread at <module> (<string>:"]),
         ("drain", 0, ["draining failed", "a drain that fails"]),
     ],
 )

@@ -75,6 +75,27 @@ def bad(name: str, sent: bytes, status: int = 400) -> Case:
     return Case(name, sent + HIDDEN, (status,))
 
 
+# fmt: off
+ODD_LENGTHS = (
+    b"", b"+5", b"-5", b"0x5", b"5_0", b"5 0", b"5.0", b"5e0", b"5;", b"five", b"\xd9\xa5", b'"5"', b"9" * 16,
+    b"18446744073709551621",
+)
+ODD_CODINGS = (
+    b"", b"identity", b"gzip", b"gzip, chunked", b"chunked, gzip", b"chunked, chunked", b"chunked,", b"xchunked",
+    b"chunked;q=1", b'"chunked"', b"chunked\xa0",
+)
+ODD_CHUNKS = (
+    b"\r\n", b"g\r\nhello\r\n", b"0x5\r\nhello\r\n", b"+5\r\nhello\r\n", b"-5\r\nhello\r\n", b" 5\r\nhello\r\n",
+    b"5 \r\nhello\r\n", b"5\t;a\r\nhello\r\n", b"5,\r\nhello\r\n", b"\xb5\r\nhello\r\n", b"123456789\r\nhello\r\n",
+    b"5\nhello\n0\n\n", b"5\rhello\r0\r\r\n", b"5\r\r\nhello\r\n", b"5;a\nhello\r\n", b"5;a\rb\r\nhello\r\n",
+    b"5;\0\r\nhello\r\n", b"5;\r\nhello\r\n", b"5; a\r\nhello\r\n", b'5;a="b\r\nhello\r\n', b"5\r\nhello!\r\n",
+    b"5\r\nhello\n0\r\n\r\n", b"5\r\nhello0\r\n\r\n", b"4\r\nhello\r\n", b"5;" + b"a" * 300 + b"\r\nhello\r\n",
+    b"5\r\nhello\r\n0\n\r\n", b"5\r\nhello\r\n0\r\n\n", b"5\r\nhello\r\n0\r\nX-A: b\n\r\n",
+    b"5\r\nhello\r\n0\r\nX-A\r\n\r\n", b"5\r\nhello\r\n0\r\n X-A: b\r\n\r\n", b"5\r\nhello\r\n0\r\nX-A : b\r\n\r\n",
+    b"5\r\nhello\r\n0\r\nContent-Length: 5\r\n\r\n", b"5\r\nhello\r\n0\r\nX-A: b\0\r\n\r\n",
+)
+# fmt: on
+
 CASES = (
     # Plain ones.
     good("get", get(), GET),
@@ -127,7 +148,7 @@ CASES = (
         ),
         ("POST", b"/v1/chat/completions", b""),
         statuses=(415,),
-    ),  # fmt: skip
+    ),
     # Upgrades, which are ignored.
     good("the JDK's client", post(*JDK), POST),
     good("the JDK's client, twice", post(*JDK) + post(*JDK), POST, POST),
@@ -144,7 +165,7 @@ CASES = (
         get(*NGINX, b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13") + get(),
         GET,
         GET,
-    ),  # fmt: skip
+    ),
     good("upgrade without connection", sized(b"hello", b"Upgrade: websocket") + get(), POST, GET),
     good("connection without upgrade", sized(b"hello", b"Connection: upgrade") + get(), POST, GET),
     good("upgrade to TLS", sized(b"hello", b"Connection: upgrade", b"Upgrade: TLS/1.0"), POST),
@@ -158,7 +179,7 @@ CASES = (
         sized(HIDDEN, b"Expect: 100-continue", target=b"/v1/chat/completions"),
         ("POST", b"/v1/chat/completions", b""),
         statuses=(415,),
-    ),  # fmt: skip
+    ),
     bad("other expectation", sized(b"hello", b"Expect: 200-ok"), 417),
     bad("two expectations", sized(b"hello", b"Expect: 100-continue", b"Expect: 100-continue"), 417),
     # Targets and hosts.
@@ -189,7 +210,7 @@ CASES = (
         "odd headers",
         get(b"X-Empty:", b"X-Tabs:\ta\tb\t", b"x_y: 1", b"Content_Length: 3", b"X-\xc3: a"[:2] + b": \xff"),
         GET,
-    ),  # fmt: skip
+    ),
     bad("line ends LF", get().replace(b"\r\n", b"\n")),
     bad("one line ends LF", get(b"X-A: b\nContent-Length: 5")),
     bad("the last line ends LF", b"GET /echo HTTP/1.1\r\nHost: localhost\n\r\n"),
@@ -214,86 +235,16 @@ CASES = (
     bad("two lengths", post(b"Content-Length: 5", b"Content-Length: 0")),
     bad("list of equal lengths", post(b"Content-Length: 5, 5")),
     bad("list of lengths", post(b"Content-Length: 5, 0")),
-    *(
-        bad(f"length {value!r}", post(b"Content-Length: " + value))
-        for value in (
-            b"",
-            b"+5",
-            b"-5",
-            b"0x5",
-            b"5_0",
-            b"5 0",
-            b"5.0",
-            b"5e0",
-            b"5;",
-            b"five",
-            b"\xd9\xa5",
-            b'"5"',
-            b"9" * 16,
-            b"18446744073709551621",
-        )  # fmt: skip
-    ),
+    *(bad(f"length {value!r}", post(b"Content-Length: " + value)) for value in ODD_LENGTHS),
     # Codings.
     bad("two codings", post(b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked", body=CHUNKS)),
     bad("coding and identity", post(b"Transfer-Encoding: chunked", b"Transfer-Encoding: identity", body=CHUNKS)),
-    *(
-        bad(f"coding {value!r}", post(b"Transfer-Encoding: " + value, body=CHUNKS), 501)
-        for value in (
-            b"",
-            b"identity",
-            b"gzip",
-            b"gzip, chunked",
-            b"chunked, gzip",
-            b"chunked, chunked",
-            b"chunked,",
-            b"xchunked",
-            b"chunked;q=1",
-            b'"chunked"',
-            b"chunked\xa0",
-        )  # fmt: skip
-    ),
+    *(bad(f"coding {value!r}", post(b"Transfer-Encoding: " + value, body=CHUNKS), 501) for value in ODD_CODINGS),
     bad("coding before a tab", post(b"Transfer-Encoding: chunked\t", body=CHUNKS)),
     bad("length after a tab", post(b"Content-Length:\t5")),
     bad("coding after a form feed", post(b"Transfer-Encoding: \x0cchunked", body=CHUNKS)),
     # Chunks.
-    *(
-        bad(f"chunk {body!r}", chunked(body))
-        for body in (
-            b"\r\n",
-            b"g\r\nhello\r\n",
-            b"0x5\r\nhello\r\n",
-            b"+5\r\nhello\r\n",
-            b"-5\r\nhello\r\n",
-            b" 5\r\nhello\r\n",
-            b"5 \r\nhello\r\n",
-            b"5\t;a\r\nhello\r\n",
-            b"5,\r\nhello\r\n",
-            b"\xb5\r\nhello\r\n",
-            b"123456789\r\nhello\r\n",
-            b"5\nhello\n0\n\n",
-            b"5\rhello\r0\r\r\n",
-            b"5\r\r\nhello\r\n",
-            b"5;a\nhello\r\n",
-            b"5;a\rb\r\nhello\r\n",
-            b"5;\0\r\nhello\r\n",
-            b"5;\r\nhello\r\n",
-            b"5; a\r\nhello\r\n",
-            b'5;a="b\r\nhello\r\n',
-            b"5\r\nhello!\r\n",
-            b"5\r\nhello\n0\r\n\r\n",
-            b"5\r\nhello0\r\n\r\n",
-            b"4\r\nhello\r\n",
-            b"5;" + b"a" * 300 + b"\r\nhello\r\n",
-            b"5\r\nhello\r\n0\n\r\n",
-            b"5\r\nhello\r\n0\r\n\n",
-            b"5\r\nhello\r\n0\r\nX-A: b\n\r\n",
-            b"5\r\nhello\r\n0\r\nX-A\r\n\r\n",
-            b"5\r\nhello\r\n0\r\n X-A: b\r\n\r\n",
-            b"5\r\nhello\r\n0\r\nX-A : b\r\n\r\n",
-            b"5\r\nhello\r\n0\r\nContent-Length: 5\r\n\r\n",
-            b"5\r\nhello\r\n0\r\nX-A: b\0\r\n\r\n",
-        )  # fmt: skip
-    ),
+    *(bad(f"chunk {body!r}", chunked(body)) for body in ODD_CHUNKS),
     # First lines and versions.
     last("close", get(b"Connection: close") + HIDDEN, GET),
     last("close among others", sized(b"hello", b"Connection: keep-alive, Close") + HIDDEN, POST),
