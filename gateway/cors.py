@@ -1,8 +1,8 @@
 """Which web pages may ask (CORS): those of the origins that the operator names, with any header they like.
 
-The browser asks first (a preflight): OPTIONS with ``Origin`` and ``Access-Control-Request-Method``. Which headers a page
-sends is its client's business: OpenAI's JavaScript client has a dozen of its own, tracing adds more. Cookies are never
-allowed.
+The browser asks first (a preflight): OPTIONS with ``Origin`` and ``Access-Control-Request-Method``. Which headers a
+page sends is its client's business: OpenAI's JavaScript client has a dozen of its own, tracing adds more. Cookies are
+never allowed.
 """
 
 from __future__ import annotations

@@ -106,16 +106,22 @@ def read_by_h11(data: bytes, count: int) -> list[Seen]:
     return seen
 
 
+# fmt: off
+TRICKY = (
+    b"\r", b"\n", b"\r\n", b" ", b"\t", b":", b",", b"0", b"5", b"\0", b";", b"chunked", b"\x0b", b"\xa0", b"_", b"+",
+    b"\r\nContent-Length: 5", b"\r\nTransfer-Encoding: chunked", b"\r\nTransfer-Encoding: x", HIDDEN,
+)
+# fmt: on
+
+
 def mutated(chance: random.Random) -> bytes:
     """A case with a few changes that readers of HTTP take differently."""
     # Half of them of cases that are read: most changes make it one that is refused.
     among = CASES if chance.random() < 0.5 else [case for case in CASES if case.seen]
     data = bytearray(chance.choice(among).sent[:2000])
-    tricky = [b"\r", b"\n", b"\r\n", b" ", b"\t", b":", b",", b"0", b"5", b"\0", b";", b"chunked", b"\x0b", b"\xa0", HIDDEN,
-              b"\r\nContent-Length: 5", b"\r\nTransfer-Encoding: chunked", b"\r\nTransfer-Encoding: x", b"_", b"+"]  # fmt: skip
     for _ in range(chance.randint(1, 3)):
         at = chance.randrange(len(data))
-        data[at : at + chance.choice([0, 0, 1, 2])] = chance.choice(tricky)
+        data[at : at + chance.choice([0, 0, 1, 2])] = chance.choice(TRICKY)
     return bytes(data)
 
 

@@ -1,4 +1,4 @@
-"""Behind real proxies: what reached the application is what the proxy says that it passed on, whatever a client sends."""
+"""Behind real proxies: what reached the application is what the proxy says it passed on, whatever a client sends."""
 
 from __future__ import annotations
 

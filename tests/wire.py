@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from gateway.settings import GatewaySettings
@@ -124,4 +125,4 @@ class Wire:
 
 def cut(data: bytes, at: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted(at), len(data)]
-    return [data[low:high] for low, high in zip(edges, edges[1:], strict=False)]
+    return [data[low:high] for low, high in pairwise(edges)]

@@ -38,7 +38,8 @@ class Access:
     """``keys`` None: everybody may ask. Used from one event loop only.
 
     ``admin_port``: where admin routes are served, and nowhere else; None: on the only port, for keys with that scope.
-    ``local``: what is bound can be reached from this machine only. ``allowed_hosts``: by which further names, without keys.
+    ``local``: what is bound can be reached from this machine only. ``allowed_hosts``: further names that requests may
+    give it then, without keys.
     """
 
     def __init__(
