@@ -110,6 +110,12 @@ class Wire:
             found.append(int(status[1]))
         return found
 
+    def until(self, pattern: bytes) -> bytes:
+        """All that was not read yet, once it matches. Nothing of it is taken away."""
+        while not re.search(pattern, self._read, re.DOTALL):
+            assert self._more(), self._read
+        return self._read
+
     def rest(self) -> bytes:
         """All until the server closes."""
         with suppress(ConnectionResetError):
