@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +22,7 @@ from gateway.settings import GatewaySettings
 from tests.access_helpers import CHAT, chat
 from tests.debian import binary
 from tests.fakes import PATIENCE_S
+from tests.live_gateway import running_gateway
 from tests.otlp_collectors import free_port
 from tests.wire import Echo, Wire, echoing
 from tests.wire_cases import CASES, Seen, get
@@ -67,6 +70,25 @@ backend gateway
     server gateway 127.0.0.1:{gateway}
 """
 
+REPLICAS = """
+{user}
+worker_processes 1; daemon off; pid {folder}/pid; error_log stderr crit;
+events {{ worker_connections 256; }}
+http {{
+  access_log off;
+  client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;
+  uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  upstream replicas {{ least_conn; server 127.0.0.1:{gateway}; server 127.0.0.1:{other}; keepalive 16; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://replicas;
+{lines}
+    }}
+  }}
+}}
+"""
+
 Requests = Counter[tuple[str, bytes]]
 """How often each method and target."""
 
@@ -74,13 +96,14 @@ Requests = Counter[tuple[str, bytes]]
 class Proxy:
     """One of the two, in front of an :class:`Echo`."""
 
-    def __init__(self, kind: str, folder: Path, gateway: int, *, buffering: str = "on") -> None:
+    def __init__(self, kind: str, folder: Path, gateway: int, *, config_text: str = "", **options: Any) -> None:
         self.kind, self.folder, self.port = kind, folder, free_port()
         config = folder / "config"
-        text = NGINX if kind == "nginx" else HAPROXY
+        text = config_text or (NGINX if kind == "nginx" else HAPROXY)
         # As root it would become somebody else, who may not write here.
         user = "user root;" if os.geteuid() == 0 else ""
-        config.write_text(text.format(folder=folder, port=self.port, gateway=gateway, buffering=buffering, user=user))
+        options = {"buffering": "on", **options}
+        config.write_text(text.format(folder=folder, port=self.port, gateway=gateway, user=user, **options))
         self._log = folder / "passed"
         if kind == "nginx":
             command = [binary("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(config)]
@@ -92,7 +115,7 @@ class Proxy:
 
     def _wait(self) -> None:
         with httpx.Client(transport=httpx.HTTPTransport(retries=50)) as client:
-            assert client.get(f"http://127.0.0.1:{self.port}/echo/ready").status_code == 200
+            assert client.get(f"http://127.0.0.1:{self.port}/echo/ready").status_code in (200, 404)
 
     def passed(self) -> tuple[Requests, Requests]:
         """Stops it, and gives what it passed on, and what of that was answered and not refused by us."""
@@ -169,3 +192,34 @@ def test_a_websocket_upgrade_hides_no_request_from_nginx(buffering: str, tmp_pat
         chats: Seen = ("POST", CHAT.encode(), b"")
         expected = [each for body in hidden for each in (chats, ("POST", b"/echo", body))]
         assert [each for each in echo.seen if each[1] != b"/echo/ready"] == [*expected, chats]
+
+
+def test_the_lines_for_nginx_in_the_documentation_hide_a_drain(tmp_path: Path) -> None:
+    """docs/operations.md's own, so that they stay right."""
+    binary("nginx")
+    page = (Path(__file__).parent.parent / "docs" / "operations.md").read_text()
+    block = re.search(r"```nginx\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    with running_gateway() as one, running_gateway() as two:
+        ports = [int(each.url.rpartition(":")[2]) for each in (one, two)]
+        proxy = Proxy("nginx", tmp_path, ports[0], config_text=REPLICAS, other=ports[1], lines=block[1])
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{proxy.port}", timeout=PATIENCE_S) as client:
+                one.decoder.hold(at_step=1)
+                two.decoder.hold(at_step=1)
+                with (
+                    client.stream("POST", CHAT, json=chat(stream=True)) as first,
+                    client.stream("POST", CHAT, json=chat(stream=True)) as second,
+                ):
+                    assert [len(each.decoder.submitted) for each in (one, two)] == [1, 1]
+                    assert one.loop is not None
+                    one.loop.call_soon_threadsafe(one.server.begin_drain)
+                    one.in_loop(asyncio.sleep(0))
+                    two.decoder.release()
+                    answers = [client.post(CHAT, json=chat()).status_code for _ in range(20)]
+                    assert answers == [200] * 20
+                    one.decoder.release()
+                    for each in (first, second):
+                        assert "data: [DONE]" in each.read().decode()
+        finally:
+            proxy.stop()
