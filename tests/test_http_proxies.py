@@ -78,7 +78,7 @@ http {{
   access_log off;
   client_body_temp_path {folder}/b; proxy_temp_path {folder}/p; fastcgi_temp_path {folder}/f;
   uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  upstream replicas {{ least_conn; server 127.0.0.1:{gateway}; server 127.0.0.1:{other}; keepalive 16; }}
+  upstream replicas {{ server 127.0.0.1:{gateway}; server 127.0.0.1:{other}; keepalive 16; }}
   server {{
     listen 127.0.0.1:{port};
     location / {{
