@@ -166,7 +166,7 @@ class BoundedProtocol(HttpToolsProtocol):
             keep_alive=head.keep_alive,
             on_response=self.on_response_complete,
         )
-        self._start_asgi_task(self.cycle, self.app)
+        self._start_asgi_task(self.cycle, self.app)  # type: ignore[arg-type]
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1

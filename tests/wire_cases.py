@@ -29,8 +29,14 @@ def request(line: bytes, *headers: bytes, body: bytes = b"", host: bytes | None 
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def get(*headers: bytes, target: bytes = b"/echo", version: bytes = b"1.1", body: bytes = b"", **more: bytes) -> bytes:
-    return request(b"GET " + target + b" HTTP/" + version, *headers, body=body, **more)
+def get(
+    *headers: bytes,
+    target: bytes = b"/echo",
+    version: bytes = b"1.1",
+    body: bytes = b"",
+    host: bytes | None = b"localhost",
+) -> bytes:
+    return request(b"GET " + target + b" HTTP/" + version, *headers, body=body, host=host)
 
 
 def post(*headers: bytes, body: bytes = b"hello", target: bytes = b"/echo", version: bytes = b"1.1") -> bytes:
