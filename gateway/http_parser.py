@@ -21,7 +21,10 @@ METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OP
 MAX_TRAILER_BYTES: Final = 8 * 1024
 MAX_CHUNK_LINE: Final = 256
 MAX_CHUNK_EXTENSIONS: Final = 16 * 1024
-"""Of all chunks of a body together: they count against no other limit."""
+"""Bytes, of all chunks of a body together: they count against no other limit."""
+FREE_CHUNKS: Final = 4096
+LEAST_CHUNK: Final = 64
+"""Bytes that the chunks beyond those must have on average: each costs the loop microseconds, however small it is."""
 
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([!-~]+) HTTP/([0-9])\.([0-9])")
@@ -85,6 +88,8 @@ class RequestParser:
         self._rest = 0
         """Bytes still to come of the body or chunk."""
         self._extensions = 0
+        self._chunks = 0
+        self._chunk_bytes = 0
         self._trailers = 0
         self._may_skip = True
         self.in_head = True
@@ -126,7 +131,8 @@ class RequestParser:
         del buffer[: end + 4]
         self._searched, self.in_head = 0, False
         if head.length is None:
-            self._state, self._extensions = self._chunk_line, 0
+            self._state = self._chunk_line
+            self._extensions = self._chunks = self._chunk_bytes = 0
         else:
             self._state, self._rest = self._counted, head.length
         return head
@@ -147,6 +153,10 @@ class RequestParser:
         if self._extensions > MAX_CHUNK_EXTENSIONS:
             raise Malformed("The body's chunks have too many extensions.")
         self._rest = int(found[1], 16)
+        self._chunks += 1
+        self._chunk_bytes += self._rest
+        if self._chunks > FREE_CHUNKS + self._chunk_bytes // LEAST_CHUNK:
+            raise Malformed("The body comes in too many small chunks.")
         if self._rest == 0:
             self._state, self._trailers = self._trailer, 0
         else:

@@ -85,7 +85,9 @@ def read(pieces: list[bytes]) -> tuple[list[Seen], int]:
 
 @by_name
 def test_the_parser_byte_by_byte(case: Case) -> None:
-    assert read([case.sent[at : at + 1] for at in range(len(case.sent))]) == read([case.sent])
+    # By a few bytes where there are very many.
+    step = 1 + len(case.sent) // 10_000
+    assert read([case.sent[at : at + step] for at in range(0, len(case.sent), step)]) == read([case.sent])
 
 
 def read_by_h11(data: bytes, count: int) -> list[Seen]:
