@@ -39,7 +39,7 @@ ROUTES = (
 EXPOSED_HEADERS = ("x-request-id", "retry-after", *STANDING_HEADERS)
 """What pages of other origins may read of an answer."""
 
-STOP_S, CONTROLLER_STOP_S = 2.5, 7.0
+STOP_S, CONTROLLER_STOP_S = 2.5, 8.0
 """Longer than what each of them waits for by itself, such as a Redis that does not answer. See ``server.EXIT_S``."""
 
 

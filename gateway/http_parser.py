@@ -35,7 +35,7 @@ _BARE_LF = re.compile(rb"(?<!\r)\n")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _EXTENSION = rb";" + _TOKEN + rb"(?:=(?:" + _TOKEN + rb"|\"[ !#-\[\]-~]*\"))?"
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})((?:" + _EXTENSION + rb")*)")
-_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~%!$&'()*+;=-]*)(?::[0-9]{0,5})?")
+_HOST = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(?::[0-9]{0,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?#]+)", re.IGNORECASE)
 
 
@@ -296,7 +296,7 @@ def _read_target(method: str, target: bytes, host: bytes | None) -> bytes:
     if absolute is None:
         raise Malformed("The request's target must be a path, such as /v1/models.")
     # Whoever looks at one of the two must come to what we come to.
-    if host is not None and absolute[1].lower() != host.lower():
+    if host is None or absolute[1].lower() != host.lower():
         raise Malformed("The request's target names another host than its Host header.")
     rest = target[absolute.end() :]
     return rest if rest.startswith(b"/") else b"/" + rest

@@ -153,6 +153,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.scope["raw_path"] = raw_path
         self.scope["query_string"] = query
         self._owes_body = True
+        # So that its body has time of its own, even where the one before it was still coming a moment ago.
+        self._phase = "head"
         self.cycle = Cycle(
             scope=self.scope,
             transport=_Outgoing(self),  # type: ignore[arg-type]
