@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,15 @@ from tests.wire import Wire
 JAVA = Path(__file__).parent / "data" / "JdkClient.java"
 
 
-@pytest.fixture(params=["uvloop", "asyncio"])
-def gateway(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveGateway]:
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
+def gateway(request: pytest.FixtureRequest) -> Iterator[LiveGateway]:
     """On either event loop: they tell half-closed connections in their own ways."""
-    if request.param == "asyncio":
-        monkeypatch.setitem(sys.modules, "uvloop", None)
-    else:
-        pytest.importorskip("uvloop")
-    with running_gateway() as live:
+    with ExitStack() as stack:
+        if request.param == "asyncio":
+            stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, "uvloop", None)
+        else:
+            pytest.importorskip("uvloop")
+        live = stack.enter_context(running_gateway())
         assert type(live.loop).__module__.startswith(request.param)
         yield live
 
@@ -100,14 +102,16 @@ def test_a_client_that_closes_its_side_gets_its_answer(gateway: LiveGateway, str
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_client_that_left_is_noticed(gateway: LiveGateway, stream: bool, version: str, step: int) -> None:
     """While no token comes, so that nothing would be written to it."""
+    submitted, aborted = len(gateway.decoder.submitted), len(gateway.decoder.aborted)
     gateway.decoder.hold(at_step=step)
     with Wire(port_of(gateway)) as wire:
         wire.send(asked(chat(stream=stream, ignore_eos=True, max_tokens=100), version))
-        gateway.decoder.wait_until(lambda fake: len(fake.submitted) == 1)
+        gateway.decoder.wait_until(lambda fake: len(fake.submitted) > submitted)
         if stream and step:
             wire.until(rb"data: ")
-    gateway.decoder.wait_until(lambda fake: len(fake.aborted) == 1)
+    gateway.decoder.wait_until(lambda fake: len(fake.aborted) > aborted)
     gateway.wait_idle()
+    gateway.decoder.release()
 
 
 @pytest.mark.parametrize(
