@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 
 from litestar import Litestar
-from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
+from litestar.enums import HttpMethod
 from litestar.exceptions import HTTPException
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import completions, models
 from gateway.admin import admin_routes
 from gateway.alert_routes import alert_routes
 from gateway.auth.guard import ResponseHeaders, guard
+from gateway.cors import Cors
 from gateway.errors import handle_exception
 from gateway.observing import RequestTelemetry, metrics, observed
 from gateway.openapi import openapi_route
 from gateway.request_id import RequestIdHeader
 from gateway.state import GatewayState
+from gateway.stopping import stopped
 from policy.limits import STANDING_HEADERS
 
 ROUTES = (
@@ -33,6 +36,12 @@ ROUTES = (
     metrics,
 )
 
+EXPOSED_HEADERS = ("x-request-id", "retry-after", *STANDING_HEADERS)
+"""What pages of other origins may read of an answer."""
+
+STOP_S, CONTROLLER_STOP_S = 2.5, 8.0
+"""Longer than what each of them waits for by itself, such as a Redis that does not answer. See ``server.EXIT_S``."""
+
 
 @asynccontextmanager
 async def _controlled(state: GatewayState, _: Litestar) -> AsyncGenerator[None, None]:
@@ -43,26 +52,34 @@ async def _controlled(state: GatewayState, _: Litestar) -> AsyncGenerator[None, 
         await state.backends.start(state.controller.note)
         yield
     finally:
-        await state.access.stop()
-        await state.backends.stop()
-        await state.controller.stop()
+        await stopped("the access control", state.access.stop(), STOP_S)
+        await stopped("the backends", state.backends.stop(), STOP_S)
+        await stopped("the controller", state.controller.stop(), CONTROLLER_STOP_S)
 
 
-def _cors(origins: Sequence[str]) -> CORSConfig | None:
-    """No CORS headers at all, so no access for web pages, unless there are origins to allow."""
-    if not origins:
-        return None
-    return CORSConfig(
-        allow_origins=list(origins),
-        allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-request-id"],
-        expose_headers=["x-request-id", "retry-after", *STANDING_HEADERS],
-    )
+def _head_as_get(app: ASGIApp) -> ASGIApp:
+    """Every GET route answers HEAD too (RFC 9110, 9.3.2). The server leaves the body out, and sends its length."""
+
+    async def handle(scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [
+                    (name, value.replace(b"GET", b"GET, HEAD") if name == b"allow" else value)
+                    for name, value in message["headers"]
+                ]
+            await send(message)
+
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            # A copy: by its own scope, the server knows what was asked for.
+            scope = {**scope, "method": HttpMethod.GET}
+        await app(scope, receive, told)
+
+    return handle
 
 
 def create_app(state: GatewayState) -> Litestar:
     """An app that serves ``state``. The caller keeps what is in it: only the controller stops with the app."""
-    return Litestar(
+    app = Litestar(
         route_handlers=[
             *ROUTES,
             *admin_routes(),
@@ -75,10 +92,14 @@ def create_app(state: GatewayState) -> Litestar:
         exception_handlers={HTTPException: handle_exception, Exception: handle_exception},
         guards=[guard],
         before_send=[RequestIdHeader(state.new_id), ResponseHeaders()],
-        cors_config=_cors(state.settings.cors_origins),
         request_max_body_size=state.settings.max_body_bytes,
         # The document is made in gateway.openapi; errors are logged in gateway.errors; LITESTAR_DEBUG is not heeded.
         openapi_config=None,
         logging_config=None,
         debug=False,
     )
+    # In here, so that what they answer gets the headers of all responses.
+    app.asgi_handler = _head_as_get(app.asgi_handler)
+    if origins := state.settings.cors_origins:
+        app.asgi_handler = Cors(app.asgi_handler, origins, EXPOSED_HEADERS)
+    return app

@@ -1,4 +1,4 @@
-"""``GET /v1/models``, health, readiness and the pointer at ``/``."""
+"""``GET /v1/models``, health, readiness and the pointer at ``/`` and ``/v1``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import msgspec
 from litestar import Request, get
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
+from litestar.routes import HTTPRoute
 
-from gateway.auth.guard import needs
+from gateway.auth.guard import OPT, needs
 from gateway.errors import Unavailable, shutting_down
 from gateway.openai_responses import Health, ModelCard, ModelList, Pointer
 from gateway.routing.backends import Backend
@@ -60,7 +61,7 @@ async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str
     return _json(model_card(gateway_of(request).backends.of_model(model_id.removeprefix("/"))[0]))
 
 
-@get("/healthz", opt=needs("open"))
+@get(["/healthz", "/health"], opt=needs("open"))
 async def health(request: Request[Any, Any, Any]) -> ASGIResponse:
     """The process answers, and says what is not as it should be. 200 all the same: a restart would mend none of it."""
     return _json(_health(gateway_of(request)))
@@ -76,6 +77,19 @@ async def readiness(request: Request[Any, Any, Any]) -> ASGIResponse:
     return _json(_health(gateway))
 
 
-@get("/", opt=needs("any"))
+@get(["/", "/v1"], opt=needs("any"))
 async def pointer(request: Request[Any, Any, Any]) -> ASGIResponse:
-    return _json(Pointer("medusa-gateway", package_version(), sorted(gateway_of(request).backends.models)))
+    models = sorted(gateway_of(request).backends.models)
+    return _json(Pointer("medusa-gateway", package_version(), models, routes=_public_routes(request)))
+
+
+def _public_routes(request: Request[Any, Any, Any]) -> list[str]:
+    """What there is for clients, such as ``GET /v1/models``; operators find theirs in the documentation."""
+    return sorted(
+        f"{method} {route.path_format}"
+        for route in request.app.routes
+        if isinstance(route, HTTPRoute)
+        for handler in route.route_handlers
+        if handler.opt.get(OPT) in ("open", "any", "inference")
+        for method in handler.http_methods
+    )

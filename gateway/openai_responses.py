@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
 FinishReasonOut = Literal["stop", "length"]
 
@@ -152,7 +152,7 @@ class Health(Struct):
 
 
 class Pointer(Struct):
-    """What ``GET /`` answers: where to look."""
+    """What ``GET /`` and ``GET /v1`` answer: where to look."""
 
     service: str
     version: str
@@ -160,4 +160,5 @@ class Pointer(Struct):
     api: str = "/v1"
     openapi: str = "/schema/openapi.json"
     health: str = "/healthz"
+    routes: list[str] = field(default_factory=list)
     readiness: str = "/readyz"

@@ -22,11 +22,11 @@ def security_schemes() -> dict[str, Any]:
 
 def security_of(path: str, *, keyed: bool) -> list[dict[str, list[str]]]:
     """What a route asks for, by its path: the scopes that its key must have."""
-    if not keyed or path in ("/healthz", "/readyz"):
+    if not keyed or path in ("/healthz", "/health", "/readyz"):
         return []
     if path.startswith("/v1/"):
         return [{SECURITY_SCHEME: ["inference"]}]
-    if path in ("/", "/schema/openapi.json"):
+    if path in ("/", "/v1", "/schema/openapi.json"):
         return [{SECURITY_SCHEME: []}]
     return [{SECURITY_SCHEME: ["admin"]}]
 

@@ -26,6 +26,7 @@ _MISSING_FIELD = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 _WRONG_TYPE = re.compile(r"^Expected `(?P<expected>[^`]*)`, got `(?P<got>[^`]*)`$")
 _OUT_OF_RANGE = re.compile(r"^Expected `(?P<type>\w+)` (?P<limit>(?:of length )?[<>=]+ .*)$")
 _BAD_CHOICE = re.compile(r"^Invalid enum value (?P<got>.*)$", re.DOTALL)
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _STEP = re.compile(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 
 _JSON_NAMES = {"str": "a string", "int": "an integer", "float": "a number", "bool": "true or false"}
@@ -70,6 +71,8 @@ class BodyDecoder(Generic[T]):
             raise InvalidRequest("The JSON body is nested too deeply.", code="invalid_json") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             hint = "" if body else " An empty body is not a request."
+            if body.startswith(_BYTE_ORDER_MARKS):
+                hint = " It begins with a byte order mark; send UTF-8 without one."
             if b"NaN" in body or b"Infinity" in body:
                 hint = " NaN and Infinity are not JSON."
             raise InvalidRequest(f"The body is not valid JSON: {error}.{hint}", code="invalid_json") from None

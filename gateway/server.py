@@ -6,19 +6,27 @@ import asyncio
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
+from gateway.admission import ABORT_GRACE_S
 from gateway.app import create_app
 from gateway.http_protocol import protocol_for
 from gateway.state import GatewayState
+from gateway.stopping import exit_within, stopped
 
 logger = logging.getLogger("gateway")
 
 UNWIND_S = 5.0
 """What connections get to finish writing after the drain, before uvicorn cancels them."""
+LIFESPAN_S = 13.0
+"""What the app gets to stop. Its parts are bounded one by one before that, see ``app.STOP_S``."""
+EXIT_S = 19.0
+"""What the process gets from the end of the drain to its own. Less than Kubernetes gives it (docs/kubernetes.md)."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -59,11 +67,16 @@ class GatewayServer(uvicorn.Server):
 
     uvicorn closes its listener first and then waits. Here the listener stays open while streams finish, so that
     ``/readyz`` and new requests get a 503 that a load balancer understands instead of a refused connection. A second
-    signal stops waiting.
+    signal stops waiting. ``bounded_exit``: the process is ended, whatever hangs, :data:`EXIT_S` after the drain.
     """
 
     def __init__(
-        self, state: GatewayState, *, on_ready: Callable[[], None] | None = None, access_log: bool = False
+        self,
+        state: GatewayState,
+        *,
+        on_ready: Callable[[], None] | None = None,
+        access_log: bool = False,
+        bounded_exit: bool = False,
     ) -> None:
         config = uvicorn.Config(
             create_app(state),
@@ -80,6 +93,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(config)
         self._gateway = state
         self._on_ready = on_ready
+        self._bounded_exit = bounded_exit
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
@@ -94,7 +108,10 @@ class GatewayServer(uvicorn.Server):
         if self._gateway.admission.draining or self._loop is None or not self.started:
             self.should_exit = True
             self.force_exit = True
+            self._bound_exit(0.0)
         else:
+            # From here as well: a loop that hangs does not even begin to drain.
+            self._bound_exit(self._gateway.settings.drain_timeout_s + ABORT_GRACE_S)
             self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:
@@ -102,20 +119,45 @@ class GatewayServer(uvicorn.Server):
         if self._draining is None:
             self._draining = asyncio.ensure_future(self._drain())
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._bound_exit(0.0)
+        self.lifespan.shutdown = partial(self._stop_app, self.lifespan.shutdown)  # type: ignore[method-assign]
+        await super().shutdown(sockets)
+
+    def _bound_exit(self, drain_s: float) -> None:
+        if self._bounded_exit:
+            exit_within(drain_s + EXIT_S, self._loop)
+
+    async def _stop_app(self, shutdown: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        await stopped("the app", shutdown(), LIFESPAN_S)
+
     async def _drain(self) -> None:
+        try:
+            await self._wait_for_answers()
+        except Exception:
+            logger.exception("draining failed; the process ends without it")
+        self.should_exit = True
+
+    async def _wait_for_answers(self) -> None:
         timeout_s = self._gateway.settings.drain_timeout_s
         if running := self._gateway.admission.in_flight:
             logger.warning("draining: %d sequences may run for up to %g s more", running, timeout_s)
         aborted = await self._gateway.admission.drain(timeout_s)
         if aborted:
             logger.warning("drain timeout: %d requests were aborted", aborted)
-        self.should_exit = True
 
 
-def run_server(state: GatewayState, bound: socket.socket, *more: socket.socket, access_log: bool = False) -> None:
+def run_server(
+    state: GatewayState,
+    bound: socket.socket,
+    *more: socket.socket,
+    access_log: bool = False,
+    bounded_exit: bool = False,
+) -> None:
     """Serve until a signal and a drain end it. Closes the sockets; leaves the decoders to the caller.
 
-    ``more``: a further socket, on which the same app answers: that of the admin port.
+    ``more``: a further socket, on which the same app answers: that of the admin port. ``bounded_exit``: the caller has
+    nothing to do afterwards but to end the process soon; it is ended if that takes too long.
     """
     model = next(iter(state.backends.models), "none")
 
@@ -124,4 +166,5 @@ def run_server(state: GatewayState, bound: socket.socket, *more: socket.socket, 
         for each in more:
             print(f"admin routes: {url_of(each)}/admin", flush=True)
 
-    GatewayServer(state, on_ready=announce, access_log=access_log).run(sockets=[bound, *more])
+    server = GatewayServer(state, on_ready=announce, access_log=access_log, bounded_exit=bounded_exit)
+    server.run(sockets=[bound, *more])

@@ -16,6 +16,9 @@ class GatewaySettings:
     what is past both is refused with 429. ``deadline_s`` None means that a request may take as long as it needs.
     A client gets ``header_timeout_s`` from its first byte to the end of the headers (or from connecting to its first
     byte), ``body_timeout_s`` for the body, and is cut off when it has not read its answer for ``stalled_timeout_s``.
+    A connection on which nothing is asked for ``keep_alive_s`` is closed. That is to be longer than the load balancer
+    in front keeps idle ones: of two that close, the balancer has to be the first, or a request that it sends in that
+    moment is lost.
     """
 
     max_concurrent: int = 32
@@ -30,6 +33,7 @@ class GatewaySettings:
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     stalled_timeout_s: float = 60.0
+    keep_alive_s: float = 75.0
     cors_origins: tuple[str, ...] = ()
 
     @property

@@ -30,6 +30,7 @@ PACKAGES = {
     "prometheus-alertmanager": "prometheus-alertmanager",
     "amtool": "prometheus-alertmanager",
     "haproxy": "haproxy",
+    "nginx": "nginx",
 }
 """The package that holds each program."""
 _OTHER_NAMES = {"prometheus-alertmanager": ("alertmanager",)}

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from gateway import cli
-from gateway.auth.access import Access
+from gateway.auth.access import Access, can_be_rebound
 from gateway.auth.errors import NotAllowed
 from gateway.auth.keyfile import KeyFileError, json_schema, parse_keys
 from gateway.settings import GatewaySettings
@@ -123,7 +123,7 @@ def test_every_route_but_health_needs_a_key(gateway: LiveGateway) -> None:
     ]
     assert len(routes) > 10
     open_routes = {path for method, path in routes if gateway.http.request(method, path).status_code != 401}
-    assert open_routes == {"/healthz", "/readyz"}
+    assert open_routes == {"/health", "/healthz", "/readyz"}
 
 
 def test_every_route_is_in_the_document_with_what_it_needs(gateway: LiveGateway) -> None:
@@ -250,18 +250,77 @@ def test_cors_is_for_listed_origins_only(gateway: LiveGateway) -> None:
     assert allowed.headers["access-control-allow-origin"] == "https://chat.example.com"
     assert "access-control-allow-credentials" not in allowed.headers
     for evil in ("https://chat.example.com.evil.com", "https://evil.com", "http://chat.example.com", "null"):
-        assert "access-control-allow-origin" not in preflight(evil).headers
-        assert "access-control-allow-origin" not in gateway.http.get("/healthz", headers={"origin": evil}).headers
+        refused, answered = preflight(evil), gateway.http.get("/healthz", headers={"origin": evil})
+        assert (refused.status_code, error_of(refused)["code"]) == (403, "origin_not_allowed")
+        assert evil in error_of(refused)["message"]
+        for each in (refused, answered):
+            assert not [name for name in each.headers if name.startswith("access-control-")]
+            assert each.headers["vary"] == "origin", "nobody may keep it for another origin"
+            assert each.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+        "x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout",
+        "openai-organization,openai-project,traceparent,tracestate,baggage",
+        "X-Any-Header-At-All",
+        "",
+    ],
+)
+def test_pages_of_an_allowed_origin_may_send_any_header(gateway: LiveGateway, asked: str) -> None:
+    """Without a key: browsers send none with a preflight."""
+    origin = "https://chat.example.com"
+    asks = {"origin": origin, "access-control-request-method": "POST"}
+    answer = gateway.http.options(CHAT, headers=asks | ({"access-control-request-headers": asked} if asked else {}))
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert answer.headers["access-control-allow-origin"] == origin
+    assert answer.headers.get("access-control-allow-headers", "") == asked
+    assert "POST" in answer.headers["access-control-allow-methods"]
+    # What the page may then read, of errors too.
+    refused = gateway.http.post(CHAT, json=chat(), headers={"origin": origin})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == origin
+    assert {"x-request-id", "retry-after"} < set(refused.headers["access-control-expose-headers"].split(", "))
 
 
 def test_without_the_option_there_is_no_cors_and_no_dns_rebinding() -> None:
     with running_gateway() as live:
         headers = {"origin": "https://evil.com", "access-control-request-method": "POST"}
         assert not [name for name in live.http.options(CHAT, headers=headers).headers if name.startswith("access-")]
-        for host in ("127.0.0.1:8080", "localhost", "[::1]:80", "app.localhost:1"):
+        for host in ("127.0.0.1:8080", "host.docker.internal:18101", "[::1]:80", "app.localhost:1"):
             assert live.http.get("/v1/models", headers={"host": host}).status_code == 200
         rebound = live.http.get("/v1/models", headers={"host": "evil.com:8080"})
         assert (rebound.status_code, error_of(rebound)["code"]) == (403, "host_not_allowed")
+        for each in ("'evil.com'", "--allowed-host evil.com", "--api-keys"):
+            assert each in error_of(rebound)["message"]
+
+
+@pytest.mark.parametrize(
+    ("host", "strange"),
+    [
+        *((host, False) for host in ("localhost", "llm", "LOCALHOST.", "box.localhost", "127.0.0.1", "::1", "[::1]")),
+        *(
+            (host, False)
+            for host in ("192.168.1.5", "host.docker.internal", "a.b.internal", "gateway.local", "app.test")
+        ),
+        *((host, False) for host in ("box.home.arpa", "Gateway.Internal.")),
+        *((host, True) for host in ("evil.com", "evil.com.", "127.0.0.1.nip.io", "localhost.evil.com", "1.2.3")),
+        *((host, True) for host in ("internal.evil.com", "evilinternal.com", "x.local.com", "box.lan", "::1.evil.com")),
+    ],
+)
+def test_which_names_a_stranger_may_have(host: str, strange: bool) -> None:
+    assert can_be_rebound(host) is strange
+
+
+def test_further_names_can_be_allowed() -> None:
+    access = Access(local=True, allowed_hosts=["Box.lan", "llm.example.com"])
+    for host in (b"box.lan", b"BOX.LAN:8080", b"llm.example.com", b"box.lan."):
+        access.check("inference", [(b"host", host)], 80)
+    for host in (b"other.lan", b"a.box.lan", b"box.lan.evil.com"):
+        with pytest.raises(NotAllowed):
+            access.check("inference", [(b"host", host)], 80)
 
 
 def test_on_other_networks_any_host_will_do() -> None:
@@ -528,6 +587,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         (["--admin-port", "9999", "--admin-host", "::"], "--admin-host :: can be reached"),
         (["--api-keys", "nowhere"], "--api-keys nowhere: No such file"),
         (["--cors-origin", "*"], "is not an origin"),
+        (["--allowed-host", "http://box.lan"], "is not a host name"),
+        (["--allowed-host", "box.lan:8080"], "is not a host name"),
+        (["--keep-alive", "nan"], "is not a number of seconds"),
+        (["--keep-alive", "0"], "is not a number of seconds"),
         (["--cors-origin", "https://*.example.com"], "name every origin"),
         (["--cors-origin", "https://example.com/"], "is not an origin"),
     ],

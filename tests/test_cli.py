@@ -70,7 +70,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> FakeLoading:
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     seen = Served()
 
-    def run_server(state: Any, bound: socket.socket, *more: socket.socket, access_log: bool = False) -> None:
+    def run_server(state: Any, bound: socket.socket, *more: socket.socket, **options: Any) -> None:
         seen.state, seen.port = state, bound.getsockname()[1]
 
     monkeypatch.setattr(server, "run_server", run_server)
@@ -110,7 +110,10 @@ def test_options_are_passed_on(loading: FakeLoading, served: Served) -> None:
     limits = (
         "--max-running 3 --max-queue 0 --drain-timeout 1.5 --deadline 9 --default-max-tokens 7 --max-body-bytes 100"
     )
-    assert cli.main(["serve", "--port", "0", *options.split(), *limits.split()]) == 0
+    access = "--keep-alive 620 --allowed-host box.lan --allowed-host llm.lan"
+    assert cli.main(["serve", "--port", "0", *options.split(), *limits.split(), *access.split()]) == 0
+    assert served.state.settings.keep_alive_s == 620
+    assert served.state.access.allowed_hosts == {"box.lan", "llm.lan"}
     assert loading.options == EngineOptions("m", "h", "cpu", "float32", 99, 3, "s", 1000)
     settings = served.state.settings
     assert (settings.capacity, settings.drain_timeout_s, settings.deadline_s) == (3, 1.5, 9.0)

@@ -200,7 +200,7 @@ PATHS = st.one_of(
     st.text(_CHARACTERS, max_size=40),
     st.lists(st.sampled_from(_PARTS), max_size=6).map("/".join),
 )
-STATUSES = {200, 204, 400, 401, 403, 404, 405, 408, 411, 413, 415, 431}
+STATUSES = {200, 204, 400, 401, 403, 404, 405, 408, 411, 413, 415, 417, 431, 501, 505}
 
 
 def answered(gateway: LiveGateway, data: bytes) -> bytes:

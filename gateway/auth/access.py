@@ -6,7 +6,7 @@ import asyncio
 import ipaddress
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,10 @@ POLL_EVERY_S = 1.0
 Need = Literal["open", "any", "metrics", "inference", "admin"]
 """What a route asks for: nothing; any key; either of the scopes; or, for metrics, admin where others could ask."""
 
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".test")
+"""Names that the public DNS will never have (RFC 6761, 6762, 8375; ICANN's .internal). Not .lan and .home: nobody has
+reserved them."""
+
 
 def open_keys(path: Path, wall_time: float = 0.0) -> WatchedFile[KeySet]:
     """Raises OSError or KeyFileError: a gateway doesn't start with keys that it can't read."""
@@ -34,7 +38,8 @@ class Access:
     """``keys`` None: everybody may ask. Used from one event loop only.
 
     ``admin_port``: where admin routes are served, and nowhere else; None: on the only port, for keys with that scope.
-    ``local``: what is bound can be reached from this machine only.
+    ``local``: what is bound can be reached from this machine only. ``allowed_hosts``: further names that requests may
+    give it then, without keys.
     """
 
     def __init__(
@@ -44,6 +49,7 @@ class Access:
         limiter: Limiter | None = None,
         admin_port: int | None = None,
         local: bool = True,
+        allowed_hosts: Iterable[str] = (),
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -51,6 +57,7 @@ class Access:
         self.limiter = limiter or Limiter()
         self.admin_port = admin_port
         self.local = local
+        self.allowed_hosts = frozenset(host.lower().rstrip(".") for host in allowed_hosts)
         self._wall_clock = wall_clock
         self._file = None if keys is None else FileWatch(keys, clock, wall_clock)
         self._watching: asyncio.Task[None] | None = None
@@ -76,7 +83,7 @@ class Access:
         self._check_port(need, port)
         if self.keys is None:
             if self.local:
-                _refuse_foreign_host(headers)
+                self._refuse_foreign_host(headers)
             return None
         if need == "open" or (need == "metrics" and (self.local or self.admin_port is not None)):
             return None
@@ -140,6 +147,23 @@ class Access:
         if (need in ("admin", "metrics")) != (port == self.admin_port):
             raise NotHere("There is no such route on this port.")
 
+    def _refuse_foreign_host(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """A web page can give its own name this machine's address and then ask as if from it (DNS rebinding).
+
+        Its requests still name it as the host; those of programs on this machine say localhost, a name that only a
+        private network can know, or an address.
+        """
+        host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").lower()
+        name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+        if name.removesuffix(".") in self.allowed_hosts or not can_be_rebound(name):
+            return
+        raise NotAllowed(
+            f"Without API keys this gateway does not answer to the host '{name[:100]}', which the request names: only "
+            "to localhost, addresses, and names that are in no public DNS. If the name is yours, start it with "
+            f"--allowed-host {name[:100]}; or give it --api-keys, or have the proxy in front send 'Host: localhost'.",
+            code="host_not_allowed",
+        )
+
     async def _watch(self, keys: WatchedFile[KeySet], file: FileWatch[KeySet]) -> None:
         while True:
             await pause(POLL_EVERY_S)
@@ -157,21 +181,16 @@ class Access:
                 )
 
 
-def _refuse_foreign_host(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """A web page can give its own name this machine's address and then ask as if from it (DNS rebinding).
-
-    Its requests still name it as the host; those of programs on this machine say localhost, a short name or an address.
-    """
-    host = next((value for name, value in headers if name == b"host"), b"").decode("latin-1").lower()
-    name = host.rpartition(":")[0] if ":" in host and not host.endswith("]") else host
+def can_be_rebound(host: str) -> bool:
+    """Whether ``host``, a name or an address without port, may be one that a stranger has in the public DNS. Pure."""
+    name = host.lower().removesuffix(".")
     # A name without a dot is nobody's on the internet.
-    if ("." not in name and ":" not in name) or name.endswith(".localhost"):
-        return
+    if "." not in name and ":" not in name:
+        return False
+    if name.endswith(PRIVATE_SUFFIXES):
+        return False
     try:
         ipaddress.ip_address(name.strip("[]"))
     except ValueError:
-        raise NotAllowed(
-            "Without API keys this gateway answers to localhost and to addresses only, not to the host that the "
-            "request names. Start it with --api-keys, or have the proxy in front send 'Host: localhost'.",
-            code="host_not_allowed",
-        ) from None
+        return True
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,12 +42,22 @@ def add_options(parser: argparse.ArgumentParser, own: GatewaySettings) -> None:
         metavar="URL",
         help="a web site whose pages may ask, such as https://chat.example.com; may be repeated; default: none",
     )
+    add(
+        "--allowed-host",
+        action="append",
+        default=[],
+        type=_host,
+        metavar="NAME",
+        help="without keys, a further host name that requests may name, such as box.lan; may be repeated",
+    )
     most = "of a request's line and headers together; default: %(default)s"
     add("--max-header-bytes", type=int, metavar="BYTES", default=own.max_header_bytes, help=most)
     patience = "what a client gets to send its headers; default: %(default)g"
-    add("--header-timeout", type=float, metavar="SECONDS", default=own.header_timeout_s, help=patience)
+    add("--header-timeout", type=_seconds, metavar="SECONDS", default=own.header_timeout_s, help=patience)
     patience = "what a client gets to send its body; default: %(default)g"
-    add("--body-timeout", type=float, metavar="SECONDS", default=own.body_timeout_s, help=patience)
+    add("--body-timeout", type=_seconds, metavar="SECONDS", default=own.body_timeout_s, help=patience)
+    patience = "how long an idle connection is kept; longer than the load balancer's; default: %(default)g"
+    add("--keep-alive", type=_seconds, metavar="SECONDS", default=own.keep_alive_s, help=patience)
 
 
 def open_access(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Access:
@@ -74,7 +85,29 @@ def open_access(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
             f"--api-keys FILE or {KEYS_VARIABLE} (make one with 'medusa-gateway keys new'), keep to 127.0.0.1, or add "
             "--insecure-no-auth if everybody who can reach it may use and administer it."
         )
-    return Access(admin_port=args.admin_port, local=not remote and not args.insecure_no_auth)
+    return Access(
+        admin_port=args.admin_port,
+        local=not remote and not args.insecure_no_auth,
+        allowed_hosts=args.allowed_host,
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.001 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.001 to 86400")
+    return value
+
+
+def _host(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a host name: give it without scheme and port, such as box.lan"
+        )
+    return text
 
 
 def _origin(text: str) -> str:

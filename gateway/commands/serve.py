@@ -125,10 +125,11 @@ def run(args: argparse.Namespace) -> int:
                 max_header_bytes=args.max_header_bytes,
                 header_timeout_s=args.header_timeout,
                 body_timeout_s=args.body_timeout,
+                keep_alive_s=args.keep_alive,
                 cors_origins=tuple(args.cors_origin),
             )
             state = GatewayState.create(backends, settings, controller, telemetry, access)
-            run_server(state, *sockets, access_log=args.access_log)
+            run_server(state, *sockets, access_log=args.access_log, bounded_exit=True)
         finally:
             telemetry.shutdown()
             for engine in backends.engines:
