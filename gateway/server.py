@@ -14,6 +14,7 @@ import uvicorn
 from gateway.app import create_app
 from gateway.http_protocol import protocol_for
 from gateway.state import GatewayState
+from telemetry.logs import line_for
 
 logger = logging.getLogger("gateway")
 
@@ -120,8 +121,8 @@ def run_server(state: GatewayState, bound: socket.socket, *more: socket.socket, 
     model = next(iter(state.backends.models), "none")
 
     def announce() -> None:
-        print(greeting(url_of(bound), model, keyed=state.access.keys is not None), flush=True)
-        for each in more:
-            print(f"admin routes: {url_of(each)}/admin", flush=True)
+        lines = greeting(url_of(bound), model, keyed=state.access.keys is not None).splitlines()
+        for line in [*lines, *(f"admin routes: {url_of(each)}/admin" for each in more)]:
+            print(line_for(logging.INFO, line), flush=True)
 
     GatewayServer(state, on_ready=announce, access_log=access_log).run(sockets=[bound, *more])

@@ -87,10 +87,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Text that fits ``pattern``; ``what`` says it in words."""
+    """Text that fits ``pattern``; ``what`` says it in words. ``secret``: it may hold one, and is not quoted."""
 
     pattern: str
     what: str
+    secret: bool = False
 
     def read(self, source: Source, node: yaml.Node, path: str) -> str | None:
         value = source.scalar(node, path, self.what)
@@ -100,7 +101,8 @@ class Name:
             source.wrong_kind(node, path, value, self.what)
             return None
         if not re.fullmatch(self.pattern, value):
-            source.complain(node, path, f"'{value[:40]}' can't be used; expected {self.what}")
+            quoted = "this" if self.secret else f"'{value[:40]}'"
+            source.complain(node, path, f"{quoted} can't be used; expected {self.what}")
             return None
         return value
 

@@ -41,7 +41,7 @@ def open_telemetry(args: argparse.Namespace, instance: str) -> Telemetry:
     """Raises CommandError for OTEL_* variables that can't be used."""
     from gateway.cli import CommandError
     from gateway.version import package_version
-    from telemetry.providers import TelemetryError
+    from telemetry.environment import TelemetryError
     from telemetry.service import Telemetry
 
     try:

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
-from opentelemetry import propagate
 
 from gateway.admission import Ticket
 from gateway.auth.charging import charge
@@ -70,7 +69,7 @@ async def answer_remotely(
     path, sent = payload(body, backend.spec.dialect, backend.spec.upstream_model, temperature)
     hops = {HOPS_HEADER: str(hops_of(request) + 1), "x-request-id": request_id_of(request.scope, gateway.new_id)}
     # The upstream's spans become children of ours, or of the client's where we have none.
-    propagate.inject(hops)
+    gateway.telemetry.pass_on(hops)
     ticket = gateway.admission.admit(call.sequences, backend.places)
     tally = Tally(sum(estimated_prompt_tokens(body)))
     most = max_tokens[1] if max_tokens else gateway.settings.default_max_tokens

@@ -15,12 +15,17 @@ import msgspec
 from policy.alerts import Receiver
 from telemetry.alerts.fleet import Message
 from telemetry.alerts.payloads import for_alertmanager, for_webhook
+from telemetry.words import transport_words
 
 logger = logging.getLogger("telemetry.alerts")
 
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 120.0
 SOURCE = "medusa-gateway"
+
+
+class NotSet(ValueError):
+    """A variable that the policy names is not set; the message names it."""
 
 
 class Poster(Protocol):
@@ -118,14 +123,17 @@ class Deliverer:
         try:
             url, headers = self._address(receiver)
             status = await self._post(url, self._body(receiver, messages), headers, receiver.timeout_s)
-            if not 200 <= status < 300:
-                raise OSError(f"HTTP status {status}")
+            problem = None if 200 <= status < 300 else f"HTTP status {status}"
+        except NotSet as error:
+            problem = str(error)
         # ValueError and InvalidURL: an address that can't be used, which an operator may mend meanwhile.
         except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = transport_words(error)
+        if problem is not None:
             health.failures += 1
             delay = retry_after(health.failures, self._jitter())
             health.retry_at = self._clock() + delay
-            health.error = f"{type(error).__name__}: {error}"[:300]
+            health.error = problem[:300]
             logger.error("alerts did not reach %s, again in %.1f s: %s", receiver.name, delay, health.error)
             return
         health.failures, health.retry_at, health.error = 0, 0.0, None
@@ -145,7 +153,7 @@ class Deliverer:
     def _variable(self, name: str) -> str:
         value = self._environment.get(name)
         if not value:
-            raise ValueError(f"the environment variable {name} is not set")
+            raise NotSet(f"the environment variable {name} is not set")
         return value
 
     def _body(self, receiver: Receiver, messages: list[Message]) -> bytes:
