@@ -82,6 +82,7 @@ class GatewayServer(uvicorn.Server):
         self._gateway = state
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked_to_end = False
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -92,10 +93,14 @@ class GatewayServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the signal. Not passed on to uvicorn: it would raise the signal again after a clean exit."""
-        if self._gateway.admission.draining or self._loop is None or not self.started:
+        if self._asked_to_end or self._gateway.admission.draining or self._loop is None or not self.started:
+            if self._loop is not None:
+                # Before the loop sees that it is to end: clients and records are told who cut the answers.
+                self._loop.call_soon_threadsafe(self._gateway.admission.abort_all)
             self.should_exit = True
             self.force_exit = True
         else:
+            self._asked_to_end = True
             self._loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self) -> None:

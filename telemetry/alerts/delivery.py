@@ -107,6 +107,10 @@ class Deliverer:
         confirmed, self._confirmed = self._confirmed, []
         return confirmed
 
+    def confirm(self, messages: Sequence[Message]) -> None:
+        """Receivers have taken ``messages``."""
+        self._confirmed += messages
+
     async def stop(self, patience_s: float) -> None:
         """Let what is on its way arrive, for at most ``patience_s``, and close the client."""
         tasks = list(self._tasks.values())
@@ -138,7 +142,7 @@ class Deliverer:
             return
         health.failures, health.retry_at, health.error = 0, 0.0, None
         health.delivered += len(messages)
-        self._confirmed += messages
+        self.confirm(messages)
 
     def _address(self, receiver: Receiver) -> tuple[str, dict[str, str]]:
         url = receiver.url if receiver.url_env is None else self._variable(receiver.url_env)
