@@ -90,5 +90,5 @@ def speaks_json() -> bool:
 def line_for(level: int, message: str) -> str:
     """What is printed rather than logged (where the gateway listens, why it can't start), in the form of the log."""
     if not speaks_json():
-        return message
+        return without_secrets(message)
     return JsonFormatter().format(logging.LogRecord("gateway", level, "", 0, "%s", (message,), None))

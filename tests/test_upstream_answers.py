@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -36,8 +37,10 @@ from gateway.upstream.sse import MalformedStream
 from gateway.upstream.stream import _MOST_HELD
 from gateway.upstream.tally import Tally
 from policy.limiter import Limiter
+from telemetry.logs import REQUEST_LOG
 from telemetry.request import RequestRecord
 from telemetry.service import RequestTrace, Telemetry
+from telemetry.tracing import child_spans
 from tests.access_helpers import bearer, entry, new_key, write_keys
 from tests.live_gateway import LiveGateway, running_gateway
 from tests.scripted_upstream import DONE, GOOD, HANG, MODELS, ScriptedUpstream, answer, event, scripted_upstream, stream
@@ -277,7 +280,10 @@ def paying(
 
 @pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_upstreams_count_is_paid(first: ScriptedUpstream, paying: Any, order: str, streaming: bool) -> None:
+def test_the_upstreams_count_is_paid(
+    first: ScriptedUpstream, paying: Any, order: str, streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, REQUEST_LOG)
     first.script = lambda: stream(*ORDERS[order], DONE)
     body = {**CHAT, "stream": streaming}
     shown = {"stream_options": {"include_usage": True}} if streaming else {}
@@ -291,6 +297,8 @@ def test_the_upstreams_count_is_paid(first: ScriptedUpstream, paying: Any, order
     until(lambda: len(records) >= 2)
     told = max(records, key=lambda each: each.output_tokens)
     assert (told.prompt_tokens, told.output_tokens, told.finish_reasons) == (4000, 900, ("stop",))
+    assert "200: 900 tokens in" in caplog.text
+    assert [span.name for span in child_spans(told)] == ["classify", "decide"], "no engine's, so none that was aborted"
 
 
 def test_without_a_count_length_is_paid(first: ScriptedUpstream, paying: Any) -> None:
