@@ -13,7 +13,7 @@ import msgspec
 from gateway.errors import APIError, handle_unexpected, shutting_down
 from gateway.routing.spec import Timeouts
 from gateway.upstream.backend import UpstreamBackend
-from gateway.upstream.chunk import Chunk, read_chunk
+from gateway.upstream.chunk import NULL, Chunk, read_chunk
 from gateway.upstream.errors import (
     UpstreamFailure,
     UpstreamTimeout,
@@ -268,8 +268,12 @@ class UpstreamAnswer:
     def _hold(self, chunk: Chunk, size: int) -> None:
         """Keep what says nothing until the answer begins: a failure before that is nobody's but the upstream's."""
         self._held_bytes += size
-        if len(self._held) < _MOST_HELD and self._held_bytes <= _MOST_HELD_BYTES:
+        if self._held_bytes > _MOST_HELD_BYTES:
+            return
+        if len(self._held) < _MOST_HELD:
             self._held.append(chunk)
+        elif chunk.usage != NULL:
+            self._held[-1] = chunk
 
     def _check_whole(self) -> None:
         if self._unfinished and not self._over:
