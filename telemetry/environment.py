@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -51,6 +51,8 @@ class TelemetrySettings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> TelemetrySettings:
         """Raises :class:`TelemetryError`."""
+        environment = dict(environment)
+        drop_empty(environment)
         if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
             return cls(disabled=True)
         _check_sampler(environment)
@@ -65,6 +67,12 @@ class TelemetrySettings:
             propagators=_propagators(environment),
             doubts=_doubts(environment, exported),
         )
+
+
+def drop_empty(environment: MutableMapping[str, str]) -> None:
+    """Unset what is empty: the specification takes the two for the same, the SDK not always."""
+    for name in [name for name, value in environment.items() if name.startswith("OTEL_") and not value.strip()]:
+        del environment[name]
 
 
 def _export(environment: Mapping[str, str], signal: Signal) -> Protocol | None:

@@ -65,7 +65,7 @@ def test_wrong_values_are_refused_by_name(environment: dict[str, str], named: st
         TelemetrySettings.from_environment(environment)
 
 
-NONSENSE = ("", "x", "-1", "1,,2", "a b=c d,,e")
+NONSENSE = ("x", "-1", "1,,2", "a b=c d,,e")
 WHOLE = [*environment._LIMITS, *(f"OTEL_BSP_{each}" for each in environment._BATCHES)]
 SECRET = "zanzibar"
 
@@ -151,6 +151,11 @@ sys.exit(main(sys.argv[1:]))
     [
         ({"OTEL_PROPAGATORS": "b3"}, "OTEL_PROPAGATORS is 'b3'; use one of: baggage, tracecontext, none"),
         ({"OTEL_PROPAGATORS": "b3", "OTEL_SDK_DISABLED": "true"}, "a model was loaded"),
+        # Empty is unset, also where the SDK sees it otherwise.
+        (
+            {"OTEL_ATTRIBUTE_COUNT_LIMIT": "", "OTEL_EXPORTER_OTLP_TIMEOUT": " ", PROTOCOL: "grpc", ENDPOINT: "c:4317"},
+            "a model was loaded",
+        ),
         ({"OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER": "x", ENDPOINT: "http://c"}, "OTEL_* variables"),
     ],
 )
@@ -163,6 +168,15 @@ def test_a_start_is_refused_in_one_line_before_a_model_is_loaded(given: dict[str
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
     assert told in json.loads(line)["message"]
+
+
+def test_an_error_that_nobody_foresaw_is_a_line_of_json_too() -> None:
+    program = PROGRAM.replace("ValueError", "RuntimeError")
+    command = [sys.executable, "-c", program, "serve", "--port", "0", "--redis-url", "memory", "--log-format", "json"]
+    ended = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True)
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert "RuntimeError: a model was loaded" in json.loads(line)["exception"]
 
 
 def test_the_operators_resource_attributes_win(monkeypatch: pytest.MonkeyPatch) -> None:
