@@ -21,7 +21,7 @@ from gateway.admission import MAX_RETRY_S, RETRY_WITHOUT_RATE_S, Admission, esti
 from gateway.errors import InvalidRequest, QueueFull, Unavailable
 from gateway.settings import GatewaySettings, is_loopback
 from telemetry.service import RequestTrace, Telemetry
-from tests.fakes import PATIENCE_S, FakeDecoder
+from tests.fakes import PATIENCE_S, FakeDecoder, FakeHandle
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
 SAY_HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -209,8 +209,12 @@ class Remembering(Telemetry):
 outcomes: list[str | None] = []
 
 
-def test_what_a_second_signal_cuts_was_not_cut_by_its_client() -> None:
+@pytest.mark.parametrize("stuck", [False, True])
+def test_what_a_second_signal_cuts_was_not_cut_by_its_client(stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``stuck``: the engine is in the middle of a step that lasts longer than the process."""
     outcomes.clear()
+    if stuck:
+        monkeypatch.setattr(FakeHandle, "wake", lambda _: None)
     decoder = FakeDecoder()
     decoder.hold(at_step=1)
     settings = GatewaySettings(drain_timeout_s=PATIENCE_S)

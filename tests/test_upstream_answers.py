@@ -321,6 +321,9 @@ def test_without_a_count_length_is_paid(first: ScriptedUpstream, paying: Any) ->
     assert paying(read) == 5001, "20,000 characters at four a token, and the prompt"
     first.script = lambda: stream(*words, HANG)
     assert paying(leave) == 5001, "a client that leaves has had what came"
+    (left,) = [each for each in records if each.error is not None]
+    assert (left.output_tokens, left.error) == (5000, "client_disconnected")
+    assert [span.name for span in child_spans(left)] == ["classify", "decide"], "no engine has decoded"
     early = data(choices=[], usage=counted(10, 1))
     first.script = lambda: stream(early, *words, HANG)
     assert paying(leave) == 5001, "a count that was given before it came is none of it"
