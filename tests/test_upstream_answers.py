@@ -122,8 +122,9 @@ SAYS_NOTHING = {
     "null": event("x").replace(b'"x"', b"null"),
     "nothing in lists": event("").replace(b'"content": ""', b'"tool_calls": [], "refusal": null'),
     "no choices": data(choices=[]),
+    "null for choices": data(choices=None),
     "no text": data(choices=[{"index": 0, "text": "", "finish_reason": None}]),
-    "no logprobs": data(choices=[{"index": 0, "text": "", "logprobs": {"content": []}}]),
+    "no logprobs": data(choices=[{"index": 0, "text": "", "logprobs": {"content": [], "refusal": None}}]),
     "usage": data(choices=[], usage=counted(3, 0)),
 }
 ENDS = {"error": data(error={"message": "overloaded"}), "cut": b"", "silent": HANG, "done": DONE}
@@ -175,7 +176,8 @@ def test_what_says_nothing_begins_nothing(kind: str) -> None:
         ({"delta": {"refusal": "no"}}, 1, 2),
         ({"delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": ""}}]}}, 1, 1),
         ({"text": "ab"}, 1, 2),
-        ({"delta": {"content": ""}, "logprobs": {"content": [{"token": "", "bytes": [], "x": "y"}]}}, 1, 0),
+        ({"delta": {"content": ""}, "logprobs": {"content": [{"token": "", "logprob": -1.0, "bytes": []}]}}, 1, 0),
+        ({"text": "", "logprobs": {"tokens": [""], "token_logprobs": [-1.0], "top_logprobs": None}}, 1, 0),
         ({"delta": {}, "finish_reason": "stop"}, 0, 0),
     ],
 )
@@ -352,6 +354,14 @@ def test_an_end_that_does_not_come_is_not_waited_for(first: ScriptedUpstream, mo
         assert backend.counts == {"requests": 4, "completed": 4}
     assert [each.error for each in records] == [None] * 4
     assert all(each.output_tokens == 1 for each in records)
+
+
+def test_an_end_that_is_said_twice_is_passed_on_twice(two: LiveGateway, first: ScriptedUpstream) -> None:
+    first.script = lambda: stream(event("a"), event("b", "stop"), END, DONE)
+    said = two.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
+    events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in events) == "ab"
+    assert ["decoding" in each for each in events] == [False, False, True]
 
 
 def test_an_estimate_of_something_is_not_nothing() -> None:
@@ -535,6 +545,11 @@ NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
 )
 def test_retry_after(given: str | None, seconds: int) -> None:
     assert retry_after_seconds(given, NOW) == seconds
+
+
+@given(st.text(st.sampled_from("0123456789 -+.:,eEMonNovGT"), max_size=32) | st.floats().map(str))
+def test_any_retry_after_is_some_time(given: str) -> None:
+    assert 1 <= retry_after_seconds(given, NOW) <= 60
 
 
 def test_a_retry_after_that_is_a_date_is_passed_on(first: ScriptedUpstream) -> None:

@@ -28,7 +28,7 @@ class _Event(msgspec.Struct):
     """An event of a streamed answer of either endpoint. Unknown fields are dropped: they would be another server's
     extensions under this one's name."""
 
-    choices: list[ChoiceChunk] = []
+    choices: list[ChoiceChunk] | None = None
     usage: msgspec.Raw = NULL
     error: msgspec.Raw = NULL
     decoding: msgspec.Raw = NULL
@@ -61,23 +61,24 @@ def read_chunk(data: bytes, sequences: int, name: str) -> Chunk:
     try:
         # An event of several lines: JSON has them between its tokens only, and what stays raw goes into one line.
         event = _events.decode(data.replace(b"\n", b" "))
+        choices = event.choices or []
         if event.error != NULL:
             detail = error_detail(event.error)
             raise UpstreamFailure(
                 f"The backend '{name}' ended the answer with an error.",
                 internal=f"it said: {detail.message}" if detail else "",
             )
-        weights = [_weigh(choice, sequences) for choice in event.choices]
+        weights = [_weigh(choice, sequences) for choice in choices]
     except _unreadable as error:
         raise MalformedStream(f"an event is no chunk: {error}") from None
     parts = sum(says for _, says in weights)
     return Chunk(
-        event.choices,
+        choices,
         event.usage,
         event.decoding,
         characters=sum(characters for characters, _ in weights),
         parts=parts,
-        begins=parts > 0 or any(choice.finish_reason is not None for choice in event.choices),
+        begins=parts > 0 or any(choice.finish_reason is not None for choice in choices),
     )
 
 
@@ -89,8 +90,11 @@ def _weigh(choice: ChoiceChunk, sequences: int) -> tuple[int, bool]:
     if choice.delta != NULL:
         delta = msgspec.json.decode(choice.delta, type=dict[str, Any])
         characters += sum(_characters(value) for field, value in delta.items() if field != "role")
-    logprobs = choice.logprobs != NULL and _characters(msgspec.json.decode(choice.logprobs, type=dict[str, Any])) > 0
-    return characters, characters > 0 or logprobs
+    says = characters > 0
+    if choice.logprobs != NULL:
+        # Lists of tokens or of numbers, which are empty or absent where there is no token.
+        says = any(msgspec.json.decode(choice.logprobs, type=dict[str, Any]).values()) or says
+    return characters, says
 
 
 def _characters(value: Any) -> int:

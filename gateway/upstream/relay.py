@@ -76,6 +76,8 @@ class RelayWriter:
             if choice.finish_reason is not None:
                 self._unfinished.discard(choice.index)
                 if not self._unfinished and not self._include_usage:
+                    # Of an upstream that says twice that it ends, both are passed on.
+                    out += b"" if self._last is None else self._event(self._last)
                     self._last = choice
                     continue
             out += self._event(choice)
