@@ -58,18 +58,20 @@ class Serving:
 
     def __enter__(self) -> Serving:
         self._reader.start()
-        assert self._ready.wait(PATIENCE_S), self.output
+        if not self._ready.wait(PATIENCE_S):
+            self.__exit__()
+            pytest.fail(self.output)
         self.url = next(found.group() for line in self.lines if (found := re.search(r"http://[\d.]+:\d+", line)))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        self._reader.join(PATIENCE_S)
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(PATIENCE_S) == 0
-        self._reader.join(PATIENCE_S)
 
     @property
     def output(self) -> str:
@@ -189,7 +191,9 @@ def test_secrets_of_urls_and_headers_are_never_logged(tmp_path: Path, level: str
         until(lambda: all(http.get("/admin/alerts").json()["receivers"][name]["error"] for name in BAD))
         shown = [http.get(path).text for path in ("/admin/alerts", "/admin/backends", "/healthz", "/metrics")]
         until(lambda: "while exporting" in serving.output and "alerts did not reach torn" in serving.output)
-        serving.end()
+        if form == "json":
+            # Exporters get seconds for their last words.
+            serving.end()
     assert SECRET not in serving.output
     assert SECRET not in "".join(shown)
     assert "gateway.requests" in serving.output, "the level is what was asked for"
