@@ -140,6 +140,12 @@ def two(upstreams: tuple[ScriptedUpstream, ScriptedUpstream]) -> Iterator[LiveGa
         yield live
 
 
+@pytest.fixture(scope="module")
+def one(upstreams: tuple[ScriptedUpstream, ScriptedUpstream]) -> Iterator[LiveGateway]:
+    with gateway_over(remote("first", upstreams[0], breaker=BreakerSettings(failures=1000))) as live:
+        yield live
+
+
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("path", ["chat", "text"])
 @pytest.mark.parametrize("streaming", [True, False], ids=["streamed", "whole"])
@@ -356,9 +362,9 @@ def test_an_end_that_does_not_come_is_not_waited_for(first: ScriptedUpstream, mo
     assert all(each.output_tokens == 1 for each in records)
 
 
-def test_an_end_that_is_said_twice_is_passed_on_twice(two: LiveGateway, first: ScriptedUpstream) -> None:
+def test_an_end_that_is_said_twice_is_passed_on_twice(one: LiveGateway, first: ScriptedUpstream) -> None:
     first.script = lambda: stream(event("a"), event("b", "stop"), END, DONE)
-    said = two.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
+    said = one.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
     events = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
     assert "".join(each["choices"][0]["delta"].get("content", "") for each in events) == "ab"
     assert ["decoding" in each for each in events] == [False, False, True]
@@ -398,7 +404,10 @@ def test_over_a_new_connection_a_post_is_sent_once(first: ScriptedUpstream) -> N
     assert len(first.requests) == 1
 
 
-def test_over_a_kept_connection_that_is_dead_it_is_sent_again(first: ScriptedUpstream) -> None:
+def test_over_a_kept_connection_that_is_dead_it_is_sent_again(
+    first: ScriptedUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "STALE_S", 60.0)  # on a busy machine all takes its time
     with fresh(first) as (live, _):
         assert live.http.post("/v1/chat/completions", json=CHAT).status_code == 200
         scripts = iter([[], GOOD])
@@ -434,9 +443,9 @@ def test_a_drain_that_comes_while_limits_are_asked_starts_nothing(
 # What is no answer, and no check.
 
 
-def test_choices_that_nobody_asked_for_are_refused_streamed_too(two: LiveGateway, first: ScriptedUpstream) -> None:
+def test_choices_that_nobody_asked_for_are_refused_streamed_too(one: LiveGateway, first: ScriptedUpstream) -> None:
     first.script = lambda: stream(event("a"), event("b").replace(b'"index": 0', b'"index": 7'), HANG)
-    said = two.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
+    said = one.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
     assert '"index":7' not in said
     assert '"code":"upstream_error"' in said
     for bad in ({"index": -1}, {"delta": "x"}, {"delta": [1]}, {"logprobs": 3}):
@@ -446,11 +455,11 @@ def test_choices_that_nobody_asked_for_are_refused_streamed_too(two: LiveGateway
         read_chunk(b'{"choices":[{"index":0,"delta":{"content":"\xff"}}]}', 1, "a")
 
 
-def test_an_upstreams_words_about_its_failure_stay_here(two: LiveGateway, first: ScriptedUpstream) -> None:
+def test_an_upstreams_words_about_its_failure_stay_here(one: LiveGateway, first: ScriptedUpstream) -> None:
     secret = "no route to 10.1.2.3:8000/v1/secret"
     first.script = lambda: stream(event("a"), data(error={"message": secret}), HANG)
-    assert "10.1.2.3" not in two.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
-    assert secret in two.http.get("/admin/backends").json()["backends"][0]["last_error"]
+    assert "10.1.2.3" not in one.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
+    assert secret in one.http.get("/admin/backends").json()["backends"][0]["last_error"]
     with pytest.raises(UpstreamFailure) as caught:
         read_chunk(json.dumps({"error": {"message": secret}}).encode(), 1, "a")
     assert secret not in caught.value.message
@@ -500,22 +509,19 @@ def test_a_check_of_an_upstream_that_answers_others_says_nothing(first: Scripted
         gate.set()
 
 
-def test_an_alarm_that_the_loop_was_late_for_looks_again() -> None:
-    rung: list[float] = []
-
-    async def main() -> None:
-        clock = streams._Clock(Timeouts(first_byte_s=0.05), lambda: rung.append(1))
-        time.sleep(0.3)  # noqa: ASYNC251
-        await asyncio.sleep(0)
-        clock.go_on()  # what was there in time is read now
-        await asyncio.sleep(0.15)
-        assert not rung
-        clock.stop()
-        streams._Clock(Timeouts(first_byte_s=0.05), lambda: rung.append(1))
-        await asyncio.sleep(0.4)
-
-    asyncio.run(main())
-    assert rung
+async def test_an_alarm_that_the_loop_was_late_for_looks_again() -> None:
+    rung = asyncio.Event()
+    clock = streams._Clock(Timeouts(first_byte_s=0.05), rung.set)
+    time.sleep(0.3)  # noqa: ASYNC251
+    await asyncio.sleep(0)
+    assert not rung.is_set()
+    clock.go_on()  # what was there in time is read now
+    await asyncio.sleep(0.15)
+    assert not rung.is_set()
+    clock.stop()
+    streams._Clock(Timeouts(first_byte_s=0.05), rung.set)
+    async with asyncio.timeout(20):
+        await rung.wait()
 
 
 NOW = datetime(2026, 11, 30, 12, 0, tzinfo=UTC)
@@ -570,17 +576,17 @@ def test_events_stay_in_one_line_and_say_the_same(text: str) -> None:
     assert len(shown.decode().splitlines()) == 1
 
 
-def test_readers_of_lines_read_whole_events(two: LiveGateway, first: ScriptedUpstream) -> None:
+def test_readers_of_lines_read_whole_events(one: LiveGateway, first: ScriptedUpstream) -> None:
     text = "a\u2028b\u2029c\u0085d"
     raw = data(choices=[{"index": 0, "delta": {"content": text}}]).replace(
         json.dumps(text)[1:-1].encode(), text.encode()
     )
     first.script = lambda: stream(raw, END, DONE)
-    with two.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as said:
+    with one.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as said:
         lines = [line.removeprefix("data: ") for line in said.iter_lines() if line]
     assert lines[-1] == "[DONE]"
     assert json.loads(lines[0])["choices"][0]["delta"]["content"] == text
-    with openai.OpenAI(base_url=f"{two.url}/v1", api_key="unused") as client:
+    with openai.OpenAI(base_url=f"{one.url}/v1", api_key="unused") as client:
         chunks: Any = client.chat.completions.create(**CHAT, stream=True)  # type: ignore[arg-type]
         assert next(iter(chunks)).choices[0].delta.content == text
 
