@@ -86,6 +86,8 @@ class Admission:
     def __init__(self, capacity: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.places = Places(capacity)
         self.draining = False
+        self.aborted = False
+        """What did not finish was cut by this replica, which goes."""
         self._clock = clock
         self._open: set[Ticket] = set()
         self.idle = asyncio.Event()
@@ -144,10 +146,16 @@ class Admission:
         self.draining = True
         if await self._idle_within(timeout_s):
             return 0
+        overdue = self.abort_all()
+        await self._idle_within(ABORT_GRACE_S)
+        return overdue
+
+    def abort_all(self) -> int:
+        """End what still runs; returns how many requests that were."""
+        self.aborted = True
         overdue = list(self._open)
         for ticket in overdue:
             ticket.abort()
-        await self._idle_within(ABORT_GRACE_S)
         return len(overdue)
 
     async def _idle_within(self, timeout_s: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from importlib import util
@@ -56,8 +57,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stop.code, str):
             return _told(stop.code)
         return stop.code or 0
+    except Exception:
+        logs = sys.modules.get("telemetry.logs")
+        if logs is None or not logs.speaks_json():
+            raise
+        # In the form of the log, as all else.
+        logging.getLogger("gateway").critical("ended by an error that nobody foresaw", exc_info=True)
+        return 1
 
 
 def _told(message: str) -> int:
-    print(f"medusa-gateway: error: {' '.join(message.split())}", file=sys.stderr)
+    told = f"medusa-gateway: error: {' '.join(message.split())}"
+    if logs := sys.modules.get("telemetry.logs"):
+        # Whoever set up a log of JSON lines reads nothing else.
+        told = logs.line_for(logging.CRITICAL, told)
+    print(told, file=sys.stderr)
     return 2

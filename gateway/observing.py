@@ -15,7 +15,7 @@ from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth.guard import needs
-from gateway.errors import APIError
+from gateway.errors import APIError, shutting_down
 from gateway.request_id import request_id_of
 from gateway.request_record import keep_record
 from gateway.state import GatewayState, gateway_of
@@ -63,6 +63,8 @@ class RequestTelemetry(ASGIMiddleware):
             try:
                 await next_app(scope, receive, send)
             finally:
+                if state.admission.aborted and record.error is None and not record.completed:
+                    record.error = shutting_down().code
                 telemetry.finish(request)
 
 

@@ -18,6 +18,7 @@ from gateway.app import create_app
 from gateway.http_protocol import protocol_for
 from gateway.state import GatewayState
 from gateway.stopping import exit_within, stopped
+from telemetry.logs import line_for
 
 logger = logging.getLogger("gateway")
 
@@ -95,6 +96,7 @@ class GatewayServer(uvicorn.Server):
         self._on_ready = on_ready
         self._bounded_exit = bounded_exit
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._asked_to_end = False
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -105,11 +107,15 @@ class GatewayServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by the signal. Not passed on to uvicorn: it would raise the signal again after a clean exit."""
-        if self._gateway.admission.draining or self._loop is None or not self.started:
+        if self._asked_to_end or self._gateway.admission.draining or self._loop is None or not self.started:
+            if self._loop is not None:
+                # Before the loop sees that it is to end: clients and records are told who cut the answers.
+                self._loop.call_soon_threadsafe(self._gateway.admission.abort_all)
             self.should_exit = True
             self.force_exit = True
             self._bound_exit(0.0)
         else:
+            self._asked_to_end = True
             # From here as well: a loop that hangs does not even begin to drain.
             self._bound_exit(self._gateway.settings.drain_timeout_s + ABORT_GRACE_S)
             self._loop.call_soon_threadsafe(self.begin_drain)
@@ -162,9 +168,9 @@ def run_server(
     model = next(iter(state.backends.models), "none")
 
     def announce() -> None:
-        print(greeting(url_of(bound), model, keyed=state.access.keys is not None), flush=True)
-        for each in more:
-            print(f"admin routes: {url_of(each)}/admin", flush=True)
+        lines = greeting(url_of(bound), model, keyed=state.access.keys is not None).splitlines()
+        for line in [*lines, *(f"admin routes: {url_of(each)}/admin" for each in more)]:
+            print(line_for(logging.INFO, line), flush=True)
 
     server = GatewayServer(state, on_ready=announce, access_log=access_log, bounded_exit=bounded_exit)
     server.run(sockets=[bound, *more])

@@ -12,7 +12,9 @@ from policy.problems import did_you_mean
 from policy.yaml_source import Source
 
 _VARIABLE = Name(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "the name of an environment variable")
-_URL = Name(r"https?://[^\s/?#@]+(/\S*)?", "an http or https URL; one with a secret in it belongs in 'url_env'")
+_URL = Name(
+    r"https?://[^\s/?#@]+(/\S*)?", "an http or https URL; one with a secret in it belongs in 'url_env'", secret=True
+)
 
 ALERT = Block(
     {

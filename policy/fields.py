@@ -89,10 +89,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Text that fits ``pattern``; ``what`` says it in words."""
+    """Text that fits ``pattern``; ``what`` says it in words. ``secret``: it may hold one, and is not quoted."""
 
     pattern: str
     what: str
+    secret: bool = False
 
     def read(self, source: Source, node: yaml.Node, path: str) -> str | None:
         value = source.scalar(node, path, self.what)
@@ -102,8 +103,9 @@ class Name:
             source.wrong_kind(node, path, value, self.what)
             return None
         if not re.fullmatch(self.pattern, value):
+            quoted = "this" if self.secret else f"'{value[:40]}'"
             hint = template_hint(value)
-            source.complain(node, path, f"'{value[:40]}' can't be used; {hint or f'expected {self.what}'}")
+            source.complain(node, path, f"{quoted} can't be used; {hint or f'expected {self.what}'}")
             return None
         return value
 

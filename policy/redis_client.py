@@ -33,6 +33,8 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
     "redis+cluster": ("cluster", False),
     "rediss+cluster": ("cluster", True),
 }
+# Not quoted: the rest of a password that is not written so stands where host and database should be.
+_ENCODE = "in a password write '/' as %2F, '?' as %3F, '#' as %23 and '@' as %40"
 _OPTIONS = ("db", "namespace", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
 
@@ -199,10 +201,10 @@ def _host(text: str, port: int) -> tuple[str, int]:
     try:
         return split.hostname or "localhost", split.port or port
     except ValueError:
-        raise ValueError(f"'{text}' is not host:port") from None
+        raise ValueError(f"a host of it is not host:port; {_ENCODE}") from None
 
 
 def _number(text: str, what: str) -> int:
     if not text.isdecimal():
-        raise ValueError(f"{what} must be a number, not '{text[:20]}'")
+        raise ValueError(f"{what} must be a number; {_ENCODE}")
     return int(text)

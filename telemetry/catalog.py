@@ -65,6 +65,8 @@ _LATENCY = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
 )
+# A whole answer: thousands of tokens of a slow model take many minutes.
+_DURATION = (*_LATENCY, 320.0, 640.0, 1280.0, 2560.0)
 _PER_TOKEN = (
     *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
     *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5),
@@ -144,7 +146,7 @@ REQUEST_DURATION = Metric(
     "s",
     "Time from the arrival of a request to the end of its answer.",
     (*_GEN_AI, "error.type"),
-    _LATENCY,
+    _DURATION,
 )
 TIME_TO_FIRST_TOKEN = Metric(
     "gen_ai.server.time_to_first_token",

@@ -2,8 +2,7 @@
 
 Exporters work in threads of their own behind bounded queues: one that hangs loses spans and figures, and holds up no
 request. What the SDK reads from the environment by itself (queue sizes, intervals, time-outs, headers, certificates,
-resource attributes, sampler) it goes on reading; here is decided what is exported at all, and wrong values are refused
-by name.
+resource attributes, sampler) it goes on reading; ``telemetry.environment`` has looked at it before.
 """
 
 from __future__ import annotations
@@ -11,45 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from importlib.metadata import entry_points
 
+from opentelemetry.propagators.composite import CompositePropagator
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
+from telemetry.environment import Protocol, TelemetryError, TelemetrySettings
+
 logger = logging.getLogger("telemetry")
-
-Signal = Literal["traces", "metrics"]
-Protocol = Literal["grpc", "http/protobuf"]
-
-_PROTOCOLS = ("grpc", "http/protobuf")
-_SAMPLERS = ("always_on", "always_off", "traceidratio")
-_EXPORTERS = {"traces": ("otlp", "none"), "metrics": ("otlp", "prometheus", "none")}
-
-
-class TelemetryError(ValueError):
-    """An OTEL_* variable that can't be used; the message names it and says what can."""
-
-
-@dataclass(frozen=True, slots=True)
-class TelemetrySettings:
-    """What is exported, by which protocol; None: not at all. ``disabled``: not even ``/metrics``."""
-
-    traces: Protocol | None = None
-    metrics: Protocol | None = None
-    disabled: bool = False
-
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> TelemetrySettings:
-        """Raises :class:`TelemetryError`."""
-        if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
-            return cls(disabled=True)
-        _check_sampler(environment)
-        return cls(traces=_export(environment, "traces"), metrics=_export(environment, "metrics"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +48,22 @@ class Providers:
         return not any(thread.is_alive() for thread in threads)
 
 
+def open_propagator(names: Sequence[str]) -> CompositePropagator:
+    """Rather than ``opentelemetry.propagate``, which reads the environment when it is imported, and fails there."""
+    known = {each.name: each for each in entry_points(group="opentelemetry_propagator")}
+    return CompositePropagator([known[name].load()() for name in names])
+
+
 def open_providers(settings: TelemetrySettings, resource: Resource, *readers: MetricReader) -> Providers:
-    """``readers``: further readers of metrics, beside the exporter."""
+    """``readers``: further readers of metrics, beside the exporter. Raises :class:`TelemetryError`."""
+    try:
+        return _open_providers(settings, resource, *readers)
+    except Exception as error:
+        # Of the variables of plug-ins, say, which nobody here knows.
+        raise TelemetryError(f"the OTEL_* variables can't be used: {type(error).__name__}: {error}") from error
+
+
+def _open_providers(settings: TelemetrySettings, resource: Resource, *readers: MetricReader) -> Providers:
     tracing = None
     if settings.traces is not None:
         tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -91,40 +79,6 @@ def make_resource(version: str, instance: str) -> Resource:
     own = {"service.name": "medusa-gateway", "service.version": version, "service.instance.id": instance}
     given = OTELResourceDetector().detect().attributes
     return Resource.create({name: value for name, value in own.items() if name not in given})
-
-
-def _export(environment: Mapping[str, str], signal: Signal) -> Protocol | None:
-    upper = signal.upper()
-    name = f"OTEL_{upper}_EXPORTER"
-    asked = [each.strip() for each in environment.get(name, "otlp").split(",") if each.strip()] or ["otlp"]
-    for each in asked:
-        if each not in _EXPORTERS[signal]:
-            raise TelemetryError(f"{name} is '{each}'; use one of: {', '.join(_EXPORTERS[signal])}")
-    endpoints = (f"OTEL_EXPORTER_OTLP_{upper}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    if "otlp" not in asked or not any(environment.get(each, "").strip() for each in endpoints):
-        return None
-    for name in (f"OTEL_EXPORTER_OTLP_{upper}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
-        if protocol := environment.get(name, "").strip():
-            if protocol not in _PROTOCOLS:
-                raise TelemetryError(f"{name} is '{protocol}'; use one of: {', '.join(_PROTOCOLS)}")
-            return cast(Protocol, protocol)
-    return "http/protobuf"
-
-
-def _check_sampler(environment: Mapping[str, str]) -> None:
-    # The SDK would warn and sample everything.
-    sampler = environment.get("OTEL_TRACES_SAMPLER", "").strip().lower()
-    if sampler and sampler.removeprefix("parentbased_") not in _SAMPLERS:
-        names = ", ".join([*_SAMPLERS, *(f"parentbased_{each}" for each in _SAMPLERS)])
-        raise TelemetryError(f"OTEL_TRACES_SAMPLER is '{sampler}'; use one of: {names}")
-    if sampler.endswith("traceidratio"):
-        text = environment.get("OTEL_TRACES_SAMPLER_ARG", "1.0")
-        try:
-            known = 0.0 <= float(text) <= 1.0
-        except ValueError:
-            known = False
-        if not known:
-            raise TelemetryError(f"OTEL_TRACES_SAMPLER_ARG is '{text}'; use a share from 0 to 1")
 
 
 def _span_exporter(protocol: Protocol) -> SpanExporter:

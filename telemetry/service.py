@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from backends.types import StepSampler
+from telemetry.environment import PROPAGATORS, TelemetrySettings
 from telemetry.figures import ClosedLabels, Figures, Sources, StepWindow, take_figures
 from telemetry.logs import CONTENT_LOG, REQUEST_LOG
 from telemetry.metrics import GatewayMetrics
-from telemetry.providers import Providers, TelemetrySettings, make_resource, open_providers
+from telemetry.providers import Providers, make_resource, open_propagator, open_providers
 from telemetry.request import RequestRecord
 from telemetry.tracing import Epoch, end_server_span, server_attributes, start_server_span
 
@@ -52,6 +53,7 @@ class Telemetry:
         *,
         version: str = "",
         log_content: bool = False,
+        propagators: Sequence[str] = PROPAGATORS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.figures: Figures = {}
@@ -59,6 +61,7 @@ class Telemetry:
         self.clock = clock
         self._providers = providers
         self._registry = registry
+        self._propagator = open_propagator(propagators)
         self._tracer = None
         self._metrics = None
         if providers is not None:
@@ -77,7 +80,7 @@ class Telemetry:
     def from_environment(
         cls, environment: Mapping[str, str], *, version: str, instance: str, log_content: bool = False
     ) -> Telemetry:
-        """By the standard OTEL_* variables. Raises :class:`telemetry.providers.TelemetryError` for wrong ones."""
+        """By the standard OTEL_* variables. Raises :class:`telemetry.environment.TelemetryError` for wrong ones."""
         settings = TelemetrySettings.from_environment(environment)
         if settings.disabled:
             return cls(None, None, log_content=log_content)
@@ -85,18 +88,25 @@ class Telemetry:
         registry = CollectorRegistry(auto_describe=False)
         reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
         providers = open_providers(settings, make_resource(version, instance), reader)
-        return cls(providers, registry, version=version, log_content=log_content)
+        for doubt in settings.doubts:
+            logger.warning("%s", doubt)
+        propagators = settings.propagators
+        return cls(providers, registry, version=version, log_content=log_content, propagators=propagators)
 
     def begin(self, record: RequestRecord, headers: Iterable[tuple[bytes, bytes]]) -> RequestTrace:
         """Continue the trace that the client's headers name, or begin one, if traces are exported at all."""
         request = RequestTrace(record, Epoch.now(self.clock))
         if self._providers is not None:
             carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in headers}
-            request.context = propagate.extract(carrier, Context())
+            request.context = self._propagator.extract(carrier, Context())
             if self._tracer is not None:
                 request.span = start_server_span(self._tracer, record, request.context, request.epoch)
                 request.context = trace.set_span_in_context(request.span, request.context)
         return request
+
+    def pass_on(self, headers: dict[str, str]) -> None:
+        """Add to the headers of a call that goes out what makes it part of the present trace."""
+        self._propagator.inject(headers)
 
     def finish(self, request: RequestTrace) -> None:
         """The response is over: record its figures, end its spans, log it. What fails here fails in silence but for the

@@ -113,8 +113,8 @@ def child_spans(record: RequestRecord) -> Iterator[ChildSpan]:
         yield ChildSpan("decide", *record.decided, decide_attributes(record))
     for choice, stats in enumerate(record.sequences[:MOST_SEQUENCES]):
         yield from _sequence_spans(record, choice, stats)
-    if not record.sequences and record.first_token_at is not None:
-        # The client left in the middle of its answer, and took the engine's counts with it.
+    if record.plan is not None and not record.sequences and record.first_token_at is not None and not record.completed:
+        # The client left in the middle of an engine's answer, and took the engine's counts with it.
         yield ChildSpan("decode", record.first_token_at, record.ended, {"error.type": record.error or "aborted"})
 
 

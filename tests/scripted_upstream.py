@@ -16,7 +16,8 @@ HANG = b"HANG"
 """In a script: say nothing more until the client leaves."""
 MODELS = b'{"object":"list","data":[{"id":"theirs","max_model_len":77}]}'
 
-Script = list[bytes]
+Script = list[Any]
+"""Pieces to send, as bytes. A ``threading.Event`` among them is waited for."""
 
 
 def answer(status: int, body: bytes, kind: str = "application/json", extra: str = "") -> Script:
@@ -24,10 +25,13 @@ def answer(status: int, body: bytes, kind: str = "application/json", extra: str 
     return [head.encode() + body]
 
 
-def stream(*pieces: bytes, ended: bool = True) -> Script:
+def stream(*pieces: bytes | threading.Event, ended: bool = True) -> Script:
     """A chunked event stream of ``pieces``; ``ended`` false: the connection breaks after the last."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-    chunks = [each if each == HANG else b"%x\r\n%b\r\n" % (len(each), each) for each in pieces]
+    chunks = [
+        each if isinstance(each, threading.Event) or each == HANG else b"%x\r\n%b\r\n" % (len(each), each)
+        for each in pieces
+    ]
     return [head, *chunks, *([b"0\r\n\r\n"] if ended else [])]
 
 
@@ -67,6 +71,9 @@ class ScriptedUpstream:
                     self.requests.append((json.loads(body), headers))
                     script = self.script()
                 for piece in script:
+                    if isinstance(piece, threading.Event):
+                        await asyncio.to_thread(piece.wait, PATIENCE_S)
+                        continue
                     if piece == HANG:
                         await reader.read()
                         self.left.release()

@@ -20,7 +20,8 @@ import pytest
 from gateway.admission import MAX_RETRY_S, RETRY_WITHOUT_RATE_S, Admission, estimate_retry_after
 from gateway.errors import InvalidRequest, QueueFull, Unavailable
 from gateway.settings import GatewaySettings, is_loopback
-from tests.fakes import PATIENCE_S
+from telemetry.service import RequestTrace, Telemetry
+from tests.fakes import PATIENCE_S, FakeDecoder, FakeHandle
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
 SAY_HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -195,6 +196,38 @@ def test_a_drain_that_runs_out_of_patience_ends_streams_with_a_typed_error() -> 
         assert isinstance(plain.outcome, openai.InternalServerError)
         assert plain.outcome.status_code == 503
         assert plain.outcome.code == "shutting_down"
+
+
+class Remembering(Telemetry):
+    """Keeps what requests that are over were told."""
+
+    def finish(self, request: RequestTrace) -> None:
+        super().finish(request)
+        outcomes.append(request.record.error)
+
+
+outcomes: list[str | None] = []
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_what_a_second_signal_cuts_was_not_cut_by_its_client(stuck: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``stuck``: the engine is in the middle of a step that lasts longer than the process."""
+    outcomes.clear()
+    if stuck:
+        monkeypatch.setattr(FakeHandle, "wake", lambda _: None)
+    decoder = FakeDecoder()
+    decoder.hold(at_step=1)
+    settings = GatewaySettings(drain_timeout_s=PATIENCE_S)
+    with running_gateway(settings, decoder, telemetry=Remembering.off()) as live:
+        body = {"model": MODEL, "messages": SAY_HI, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            assert "assistant" in next(lines)
+            for _ in range(2):
+                live.server.handle_exit(signal.SIGTERM, None)
+            live.thread.join(PATIENCE_S)
+            assert not live.thread.is_alive(), "a second signal does not wait"
+    assert outcomes == ["shutting_down"]
 
 
 SERVER = """

@@ -128,7 +128,8 @@ def test_an_alert_follows_its_rule() -> None:
     book, slow = AlertBook(), rule("speculative_speedup_factor")
     values = {("m", "code"): 0.5}
     assert [each.change for each in book.evaluate([slow], lambda _: values, 0.0)] == ["firing"]
-    assert [each.change for each in book.evaluate([], lambda _: values, 1.0)] == ["resolved"]
+    (gone,) = book.evaluate([], lambda _: values, 1.0)
+    assert (gone.change, gone.withdrawn) == ("resolved", True)
     assert book.tracked == {}
     alarm = Alarm(rule="a", model="m", class_name="code")
     assert not book.adopt(alarm, [], 2.0)

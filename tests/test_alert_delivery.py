@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
 
 from gateway.controller import Controller
 from policy.alerts import Receiver
+from policy.format import parse_policy
 from policy.runtime import PolicyRuntime
+from policy.shared_text import MemoryText
+from telemetry.alerts.alerting import Alerting
 from telemetry.alerts.delivery import LONGEST_RETRY_S, Deliverer, retry_after
 from telemetry.alerts.fleet import Alarm, Entry, Message, Mute, Told
 from telemetry.alerts.payloads import for_webhook
+from telemetry.alerts.sharing import SharedBoard
+from telemetry.figures import Figures
 from tests.alert_receivers import Webhook, running_alertmanager
 from tests.debian import binary
 from tests.fakes import FakeDecoder
@@ -126,6 +133,77 @@ def wait_for(live: LiveGateway, condition: Any) -> dict[str, Any]:
         assert time.monotonic() < deadline, shown
         time.sleep(0.1)
     return shown
+
+
+def alerting(text: MemoryText, recorder: Recorder, events: list[str]) -> Alerting:
+    """Replica "a" after its last start; it owns what it tells of by a lease in ``text``."""
+    board = SharedBoard(text, "a", lambda: recorder.now)
+    return Alerting(board, recorder.deliverer, "a", lambda: recorder.now, lambda _, line: events.append(line))
+
+
+ON_FIRE = parse_policy(
+    b"""
+version: 1
+alerts: [{name: fire, metric: medusa_engine_up, below: 1, for: 0s, keep: 0s, actions: [webhook, event]}]
+receivers: {ops: {kind: webhook, url_env: OPS}}
+""",
+    "policy",
+)
+DOWN: Figures = {"medusa_engine_up": {("m", "b"): 0.0}}
+
+
+async def test_what_arrives_during_the_stop_is_not_told_again_after_the_restart() -> None:
+    text, recorder = MemoryText(lambda: 0.0), Recorder()
+    first = alerting(text, recorder, [])
+    first.evaluate(ON_FIRE.alerts, DOWN, {})
+    await first.share(ON_FIRE)
+    await first.stop(60.0)
+    assert len(recorder.calls) == 1
+    after = Recorder()
+    again = alerting(text, after, [])
+    again.evaluate(ON_FIRE.alerts, DOWN, {})
+    await again.share(ON_FIRE)
+    await again.stop(60.0)
+    assert after.calls == []
+
+
+async def test_a_confirmation_survives_a_board_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, recorder = MemoryText(lambda: 0.0), Recorder()
+    only = alerting(text, recorder, [])
+    only.evaluate(ON_FIRE.alerts, DOWN, {})
+    await only.share(ON_FIRE)
+    await asyncio.gather(*recorder.deliverer._tasks.values())
+    with monkeypatch.context() as patch:
+        # As the loop that shares is cancelled in the middle of it when the gateway stops.
+        patch.setattr(text, "load", AsyncMock(side_effect=asyncio.CancelledError))
+        with pytest.raises(asyncio.CancelledError):
+            await only.share(ON_FIRE)
+    await only.stop(60.0)
+    (entry,) = only.board.board.entries.values()
+    assert entry.told["ops"][0] == "firing"
+
+
+async def test_an_alert_whose_rule_is_gone_is_withdrawn() -> None:
+    text, recorder, events = MemoryText(lambda: 0.0), Recorder(), []
+    bodies: list[bytes] = []
+
+    async def post(url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> int:
+        bodies.append(body)
+        return 200
+
+    recorder.deliverer._post = post  # type: ignore[assignment]
+    only = alerting(text, recorder, events)
+    without = parse_policy(b"version: 1\nreceivers: {ops: {kind: webhook, url_env: OPS}}\n", "policy")
+    for spec in (ON_FIRE, ON_FIRE, without):
+        only.evaluate(spec.alerts, DOWN, {})
+        await only.share(spec)
+        await asyncio.gather(*recorder.deliverer._tasks.values())
+    words = "withdrawn, no longer in the policy"
+    assert events[-1].startswith(f"alert 'fire' withdrawn while firing: {words}")
+    (alert,) = json.loads(bodies[-1])["alerts"]
+    assert alert["status"] == "resolved"
+    assert alert["annotations"]["summary"].startswith(words)
+    assert words not in bodies[0].decode()
 
 
 def test_from_a_dead_engine_to_a_real_alertmanager_and_back(tmp_path: Path) -> None:

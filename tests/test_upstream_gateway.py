@@ -84,6 +84,10 @@ def test_the_answer_is_the_upstreams_own(
     assert texts == {each.index: each.message.content for each in theirs.choices}
     assert chunks[-1].usage == theirs.usage
     assert chunks[-1].decoding["upstream"]["rule"] == theirs.decoding["rule"]
+    # Without usage for the client, too: what the upstream says comes after the last word.
+    *_, last = gateway.client.chat.completions.create(**REQUEST, **arguments, stream=True)
+    assert last.choices[0].finish_reason is not None
+    assert last.decoding["upstream"]["rule"] == theirs.decoding["rule"]
 
 
 def test_text_completions_are_the_upstreams_own(gateway: LiveGateway, direct: openai.OpenAI) -> None:
@@ -110,7 +114,9 @@ def test_its_engine_fails_half_way(gateway: LiveGateway, upstream: UpstreamProce
     with pytest.raises(openai.APIError) as caught:
         list(gateway.client.chat.completions.create(**REQUEST, stream=True))
     assert caught.value.code == "upstream_error"
-    assert "ended the answer with an error: The engine failed" in str(caught.value)
+    assert "The backend 'there' ended the answer with an error." in str(caught.value)
+    shown = gateway.http.get("/admin/backends").json()["backends"][0]
+    assert "The engine failed" in shown["last_error"], "its words are for the operator"
 
 
 def test_it_is_killed_in_mid_stream_and_comes_back() -> None:

@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     from gateway.server import bind, run_server
     from gateway.state import GatewayState
 
-    access = open_access(args)
     serve_telemetry.configure_logs(args)
+    access = open_access(args)
     if access.keys is None and not access.local:
         logging.getLogger("gateway").warning("no API keys: everybody who can reach this may use and administer it")
     # A broken policy and a mistyped URL, like a taken port, should not cost the loading of a model to find out.

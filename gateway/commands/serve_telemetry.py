@@ -41,9 +41,10 @@ def open_telemetry(args: argparse.Namespace, instance: str) -> Telemetry:
     """Raises CommandError for OTEL_* variables that can't be used."""
     from gateway.cli import CommandError
     from gateway.version import package_version
-    from telemetry.providers import TelemetryError
+    from telemetry.environment import TelemetryError, drop_empty
     from telemetry.service import Telemetry
 
+    drop_empty(os.environ)
     try:
         return Telemetry.from_environment(
             os.environ, version=package_version(), instance=instance, log_content=args.log_content

@@ -85,6 +85,10 @@ async def dispatch(call: Call, request: Request[Any, Any, Any], gateway: Gateway
         except (UpstreamFailure, Unavailable, QueueFull) as error:
             last = error
             failed[backend.name] = error.code or "error"
+            # What it said or was to do is no part of the next one's answer.
+            record = record_of(request.scope)
+            record.plan, record.stats, record.first_token_at = None, None, None
+            record.output_tokens, record.finish_reasons = 0, ()
             if gateway.admission.draining or len(failed) > gateway.backends.retries:
                 raise
 

@@ -42,17 +42,18 @@ class _Url:
     expected = "a URL such as http://host:8000/v1"
 
     def read(self, source: Source, node: yaml.Node, path: str) -> str | None:
-        value = Name(r"\S{1,2048}", self.expected).read(source, node, path)
+        # Not quoted: one with a password in it is what is refused here.
+        value = Name(r"\S{1,2048}", self.expected, secret=True).read(source, node, path)
         if value is None:
             return None
         try:
             parts = urlsplit(value)
             host, _ = parts.hostname, parts.port
-        except ValueError as error:
-            source.complain(node, path, f"expected {self.expected}: {error}")
+        except ValueError:
+            source.complain(node, path, f"expected {self.expected}; check host and port")
             return None
         if parts.scheme not in ("http", "https") or not host:
-            source.complain(node, path, f"expected {self.expected}, not '{value[:40]}'")
+            source.complain(node, path, f"expected {self.expected}, with http or https and a host")
         elif parts.username is not None or parts.password is not None:
             source.complain(node, path, "must hold no credentials; use api_key_env or api_key_file")
         elif parts.query or parts.fragment:

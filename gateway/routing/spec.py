@@ -49,8 +49,8 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds. ``first_byte``: from the request to the first event of its answer; ``between_bytes``: from one piece of
-    the answer to the next; ``total``: for all of it."""
+    """Seconds. ``first_byte``: from the request to the first event that says something; ``between_bytes``: from one
+    piece of the answer to the next; ``total``: for all of it."""
 
     connect_s: float = 2.0
     first_byte_s: float = 60.0

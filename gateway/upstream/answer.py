@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 from litestar import Request
 from litestar.response.base import ASGIResponse
-from opentelemetry import propagate
 
 from gateway.admission import Ticket
 from gateway.auth.charging import charge
+from gateway.errors import APIError, ClientDisconnected, shutting_down
 from gateway.generation import unless_disconnected
 from gateway.inference import Call, Routed, deadline_of, facts_of
 from gateway.openai_responses import RemoteReport
@@ -23,19 +22,17 @@ from gateway.request_record import note_asked, record_of
 from gateway.state import GatewayState
 from gateway.streaming import EventStream, noting_failure
 from gateway.upstream.backend import UpstreamBackend
+from gateway.upstream.chunk import Chunk
 from gateway.upstream.errors import UpstreamFailure
 from gateway.upstream.payload import decoding_wishes, estimated_prompt_tokens, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
-from gateway.upstream.stream import Chunk, UpstreamAnswer
+from gateway.upstream.stream import UpstreamAnswer
+from gateway.upstream.tally import Tally
 from gateway.validation import requested_max_tokens, sampling_params
 from policy.decision import Decision
 from policy.records import DecisionRecord
 from policy.spec import RequestFacts
-
-
-class _Usage(msgspec.Struct):
-    total_tokens: int
-
+from telemetry.request import RequestRecord
 
 HOPS_HEADER = "x-medusa-hops"
 MAX_HOPS = 4
@@ -53,8 +50,8 @@ async def answer_remotely(
 ) -> ASGIResponse:
     """Have ``backend`` answer, and pass its answer on under our model name.
 
-    As with engines, a stream's response starts with the first chunk. Raises :class:`UpstreamFailure` for what another
-    backend may do better.
+    As with engines, a stream's response starts with the first chunk that says something. Raises
+    :class:`UpstreamFailure` for what another backend may do better.
     """
     body = call.body
     arrived = gateway.clock()
@@ -72,19 +69,22 @@ async def answer_remotely(
     path, sent = payload(body, backend.spec.dialect, backend.spec.upstream_model, temperature)
     hops = {HOPS_HEADER: str(hops_of(request) + 1), "x-request-id": request_id_of(request.scope, gateway.new_id)}
     # The upstream's spans become children of ours, or of the client's where we have none.
-    propagate.inject(hops)
+    gateway.telemetry.pass_on(hops)
     ticket = gateway.admission.admit(call.sequences, backend.places)
-    prompt_tokens = estimated_prompt_tokens(body) * call.prompts
+    tally = Tally(sum(estimated_prompt_tokens(body)))
     most = max_tokens[1] if max_tokens else gateway.settings.default_max_tokens
     try:
         await charge(
             request.scope,
             gateway.access,
             ticket,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=tally.estimated_prompt,
             answer_tokens=most * call.sequences,
             named=max_tokens is not None,
         )
+        if ticket.aborted:
+            # The drain ran out of patience while the key's limits were asked.
+            raise shutting_down()
         answer = UpstreamAnswer(backend, path, sent, hops, call.sequences)
     except BaseException:
         ticket.close()
@@ -102,17 +102,25 @@ async def answer_remotely(
         )
         deadline_s = deadline_of(body, gateway.settings, decision)
         cut = CutAtDeadline()
-        chunks = _counted(noting_failure(answer.chunks(), record), ticket, prompt_tokens)
+        chunks = _counted(noting_failure(answer.chunks(), record), tally, ticket, record, gateway.telemetry.clock)
         record.submitted_at = gateway.telemetry.clock()
         if deadline_s is not None:
             chunks = _until(chunks, max(deadline_s - (gateway.clock() - arrived), 0.0), cut)
         created = int(gateway.wall_clock())
         if not body.stream:
             identity = Identity(answer_id, call.chunk_object.removesuffix(".chunk"), created, backend.model)
-            gathered = await unless_disconnected(request.receive, _gather(chunks, call.sequences))
+            try:
+                gathered = await unless_disconnected(request.receive, _gather(chunks, call.sequences, tally))
+            except ClientDisconnected:
+                raise
+            except APIError:
+                # Nobody is given half an answer, so nobody pays for one.
+                ticket.used_tokens = None
+                raise
             report = cut.shown_in(gathered.report(report))
             gateway.controller.decisions.finish(answer_id, report)
             record.completed = True
+            _pay_for_the_prompt(ticket, tally)
             close()
             return ASGIResponse(body=gathered.body(identity, report), media_type="application/json", status_code=200)
 
@@ -125,11 +133,12 @@ async def answer_remotely(
             Identity(answer_id, call.chunk_object, created, backend.model),
             report,
             call.sequences,
+            tally,
             include_usage=bool(options and options.include_usage),
             on_end=ended,
         )
         first = await unless_disconnected(request.receive, _first(chunks))
-        record.first_token_at = gateway.telemetry.clock()
+        _pay_for_the_prompt(ticket, tally)
         return EventStream(relayed_events(first, chunks, writer, close, cut), close=close)
     except BaseException:
         close()
@@ -169,7 +178,7 @@ def decide_remotely(
         answer_id,
         request,
         backend.info,
-        prompt_tokens=estimated_prompt_tokens(call.body),
+        prompt_tokens=max(estimated_prompt_tokens(call.body), default=0),
         load=candidate.load,
     )
     decision = gateway.controller.decide(facts, dry=dry)
@@ -196,21 +205,35 @@ def _set_by_policy(decision: Decision) -> bool:
 
 
 async def _counted(
-    chunks: AsyncGenerator[Chunk, None], ticket: Ticket, prompt_tokens: int
+    chunks: AsyncGenerator[Chunk, None],
+    tally: Tally,
+    ticket: Ticket,
+    record: RequestRecord,
+    clock: Callable[[], float],
 ) -> AsyncGenerator[Chunk, None]:
-    """The same chunks; the tokens are the upstream's own count, or until it gives one, one for each part."""
-    used = prompt_tokens
+    """The same chunks; what they cost is kept where the key's limits and the request's record find it."""
+    reasons: dict[int, str] = {}
     async for chunk in chunks:
-        used += len(chunk.choices)
-        ticket.used_tokens = used
-        if chunk.usage is not None:
-            with suppress(msgspec.DecodeError):
-                ticket.used_tokens = msgspec.json.decode(chunk.usage, type=_Usage).total_tokens
+        tally.take(chunk)
+        ticket.used_tokens = tally.tokens
+        record.prompt_tokens, record.output_tokens = tally.prompt_tokens, tally.answer_tokens
+        if chunk.begins and record.first_token_at is None:
+            record.first_token_at = clock()
+        ends = {choice.index: choice.finish_reason for choice in chunk.choices if choice.finish_reason is not None}
+        if ends:
+            reasons |= ends
+            record.finish_reasons = tuple(reasons[index] for index in sorted(reasons))
         yield chunk
 
 
-async def _gather(chunks: AsyncGenerator[Chunk, None], sequences: int) -> Gathered:
-    gathered = Gathered([GatheredChoice() for _ in range(sequences)])
+def _pay_for_the_prompt(ticket: Ticket, tally: Tally) -> None:
+    """Of an answer whose deadline came before its first word."""
+    if ticket.used_tokens is None:
+        ticket.used_tokens = tally.tokens
+
+
+async def _gather(chunks: AsyncGenerator[Chunk, None], sequences: int, tally: Tally) -> Gathered:
+    gathered = Gathered([GatheredChoice() for _ in range(sequences)], tally)
     async for chunk in chunks:
         gathered.take(chunk)
     return gathered

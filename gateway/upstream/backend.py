@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import ssl
 import time
@@ -28,11 +29,13 @@ from gateway.upstream.payload import what_it_lacks
 from policy.background import PatientCall, cancel_and_wait, pause
 from policy.records import EventKind
 from policy.watched_file import read_regular
+from telemetry.words import transport_words
 
 logger = logging.getLogger("gateway.upstream")
 
-BUSY_FOR_S = 60.0
-"""The longest that an upstream's Retry-After is believed."""
+_SLICES = 10
+"""A check's time is waited for in slices: a loop that is held up once takes that for no silence of the upstream's."""
+_MOST_HEALTH_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class UpstreamBackend:
         self.last_error: str | None = None
         self._breaker = circuit.Breaker(spec.breaker)
         self._busy_until = 0.0
+        self._heard_at = -math.inf
         self._key = read_api_key(spec)
         self._read_key = PatientCall(lambda: read_api_key(spec), clock=clock)
         self._transport = transport
@@ -167,6 +171,10 @@ class UpstreamBackend:
         self._breaker, permit = circuit.started(self._breaker, self.clock())
         return permit
 
+    def heard(self) -> None:
+        """A piece of some answer came."""
+        self._heard_at = self.clock()
+
     def answering(self, permit: circuit.Permit) -> None:
         self._change(circuit.answering(self._breaker, permit))
 
@@ -179,7 +187,7 @@ class UpstreamBackend:
         self.counts[error.code or "error"] += 1
         self.last_error = f"{error.message} ({internal})" if internal else error.message
         if isinstance(error, UpstreamBusy):
-            self._busy_until = self.clock() + min(float(error.headers.get("retry-after", 1)), BUSY_FOR_S)
+            self._busy_until = self.clock() + float(error.headers["retry-after"])
         if isinstance(error, UpstreamFailure) and error.at_fault:
             logger.warning("backend %s: %s", self.name, self.last_error)
             self._change(circuit.failed(self._breaker, permit, self.clock()))
@@ -255,24 +263,43 @@ class UpstreamBackend:
 
     async def check(self) -> None:
         """Ask once whether it is there, and whether it serves the model."""
-        settings = self.spec.health
+        settings, began = self.spec.health, self.clock()
+        asking = asyncio.create_task(self._ask())
         try:
-            async with asyncio.timeout(settings.timeout_s):
-                response = await self.client.get(settings.path, headers=self.headers())
-            problem = self._problem_in(response)
-        except TimeoutError:
-            problem = f"did not answer within {settings.timeout_s:g} s"
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        self._note_check(problem)
+            for _ in range(_SLICES):
+                if not asking.done():
+                    await asyncio.wait((asking,), timeout=settings.timeout_s / _SLICES)
+            if asking.done():
+                self._note_check(asking.result())
+            elif self._heard_at < began:
+                self._note_check(f"did not answer within {settings.timeout_s:g} s")
+            # Else it is busy answering requests, which says more about it than a check.
+        finally:
+            asking.cancel()
+            await asyncio.wait((asking,))
 
-    def _problem_in(self, response: httpx.Response) -> str | None:
-        if response.status_code != 200:
-            return f"answered {response.status_code} to {self.spec.health.path}"
+    async def _ask(self) -> str | None:
+        """What is wrong with it; None: nothing."""
+        body = b""
+        try:
+            # Timed by whoever waits for it, slice by slice.
+            asked = self.client.stream("GET", self.spec.health.path, headers=self.headers(), timeout=None)
+            async with asked as response:
+                async for piece in response.aiter_bytes():
+                    body += piece
+                    if len(body) > _MOST_HEALTH_BYTES:
+                        return f"answered {self.spec.health.path} with more than {_MOST_HEALTH_BYTES} bytes"
+            return self._problem_in(response.status_code, body)
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as error:
+            return transport_words(error)
+
+    def _problem_in(self, status: int, body: bytes) -> str | None:
+        if status != 200:
+            return f"answered {status} to {self.spec.health.path}"
         if self.spec.health.path != "/models":
             return None
         try:
-            models = msgspec.json.decode(response.content, type=_ModelList).data
+            models = msgspec.json.decode(body, type=_ModelList).data
         except (msgspec.DecodeError, UnicodeDecodeError):
             return "answered /models with something that is no list of models; is its url right?"
         wanted = self.spec.upstream_model

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 import msgspec
 
 from gateway.errors import APIError, ErrorDetail
 
 _SHOWN = 300
+MOST_RETRY_S = 60
+"""The longest that an upstream's Retry-After is believed."""
 
 
 class UpstreamFailure(APIError):
     """The upstream's fault, not the client's: another backend may do better. Never raised after the first byte but
-    inside the stream. ``at_fault`` false: it is well, but has no room."""
+    inside the stream. ``at_fault`` false: it is well, but has no room. ``internal``: what only the operator is told.
+    """
 
     status = 502
     type = "upstream_error"
     code = "upstream_error"
     at_fault = True
+
+    def __init__(self, message: str, *, headers: Mapping[str, str] | None = None, internal: str = "") -> None:
+        super().__init__(message, headers=headers)
+        self.internal = internal
 
 
 class UpstreamUnavailable(UpstreamFailure):
@@ -84,8 +94,9 @@ def error_detail(raw: msgspec.Raw) -> ErrorDetail | None:
     return ErrorDetail(found.message[:_SHOWN], found.type or "", found.param, code)
 
 
-def failure_of_status(name: str, status: int, body: bytes, retry_after: str | None) -> APIError:
-    """The error for an answer that is not a success. ``name``: the backend's."""
+def failure_of_status(name: str, status: int, body: bytes, retry_after: str | None, now: datetime) -> APIError:
+    """The error for an answer that is not a success. ``name``: the backend's. ``now``: for a Retry-After that is a
+    date."""
     detail = detail_of(body)
     if status in (400, 413, 422):
         said = detail.message if detail else f"it answered {status} without a reason"
@@ -97,7 +108,7 @@ def failure_of_status(name: str, status: int, body: bytes, retry_after: str | No
         error.status = status
         return error
     if status == 429:
-        seconds = _seconds(retry_after)
+        seconds = retry_after_seconds(retry_after, now)
         return UpstreamBusy(
             f"The backend '{name}' has no room; try again in about {seconds} s.",
             headers={"retry-after": str(seconds)},
@@ -112,9 +123,19 @@ def failure_of_status(name: str, status: int, body: bytes, retry_after: str | No
     return UpstreamFailure(f"The backend '{name}' failed: it answered {status}.")
 
 
-def _seconds(retry_after: str | None) -> int:
+def retry_after_seconds(given: str | None, now: datetime) -> int:
+    """Whole seconds, between 1 and :data:`MOST_RETRY_S`, of a Retry-After header: a number, or a date as HTTP has them.
+
+    1 for one that is neither, or is over already.
+    """
     try:
-        value = float(retry_after or 1)
+        seconds = float(given or 1)
     except ValueError:
-        return 1
-    return max(1, min(math.ceil(value), 60)) if math.isfinite(value) else 1
+        try:
+            date = parsedate_to_datetime(given or "")
+        except ValueError:
+            return 1
+        # HTTP's dates are in GMT, whether they say so in a way that is understood or not.
+        seconds = (date.replace(tzinfo=date.tzinfo or UTC) - now).total_seconds()
+    # NaN is in no order with anything.
+    return max(1, math.ceil(min(seconds, MOST_RETRY_S))) if seconds > 1 else 1

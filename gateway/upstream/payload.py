@@ -8,7 +8,7 @@ import msgspec
 
 from gateway.openai_types import ChatCompletionRequest, CompletionRequest, DecodingOptions, GenerationFields
 from gateway.planning import asked_fields
-from gateway.prompts import plain_messages
+from gateway.prompts import plain_messages, split_prompts
 from gateway.routing.spec import EXTENSIONS, SAMPLING_EXTENSIONS, Dialect
 
 _STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
@@ -63,18 +63,17 @@ def payload(
     return ("/chat/completions" if chat else "/completions"), sent
 
 
-def estimated_prompt_tokens(body: GenerationFields) -> int:
-    """For policy rules only: exact for token ids, a guess by length for text."""
+def tokens_of(characters: int) -> int:
+    """The tokens of a text by its length: a guess, and never 0 for a text that says something."""
+    return -(-characters // CHARS_PER_TOKEN)
+
+
+def estimated_prompt_tokens(body: GenerationFields) -> list[int]:
+    """Of each prompt: exact for token ids, a guess by length for text."""
     if isinstance(body, ChatCompletionRequest):
-        return sum(len(each["content"]) for each in plain_messages(body.messages)) // CHARS_PER_TOKEN
+        return [tokens_of(sum(len(each["content"]) for each in plain_messages(body.messages)))]
     assert isinstance(body, CompletionRequest)
-    if isinstance(body.prompt, str):
-        return len(body.prompt) // CHARS_PER_TOKEN
-    if isinstance(body.prompt[0], int):
-        return len(body.prompt)
-    longest = (len(each) // CHARS_PER_TOKEN if isinstance(each, str) else len(each) for each in body.prompt
-               if not isinstance(each, int))  # fmt: skip
-    return max(longest, default=0)
+    return [tokens_of(len(each)) if isinstance(each, str) else len(each) for each in split_prompts(body)]
 
 
 def _extensions(body: GenerationFields) -> list[str]:

@@ -11,8 +11,8 @@ import msgspec
 from gateway.errors import APIError, handle_unexpected
 from gateway.openai_responses import RemoteReport
 from gateway.streaming import DONE
-from gateway.upstream.errors import UpstreamFailure
-from gateway.upstream.stream import NULL, ChoiceChunk, Chunk
+from gateway.upstream.chunk import NULL, ChoiceChunk, Chunk
+from gateway.upstream.tally import Tally
 
 _encode = msgspec.json.encode
 
@@ -40,13 +40,18 @@ class CutAtDeadline:
 
 
 class RelayWriter:
-    """Chunks in, events out. Holds which choices are unfinished, since the last of them carries the report."""
+    """Chunks in, events out. ``tally`` has seen them before.
+
+    Where the client wants no usage, the end of the last choice carries the report. It is held back until the stream is
+    over: what an upstream says of its own decoding comes after it.
+    """
 
     def __init__(
         self,
         identity: Identity,
         report: RemoteReport,
         sequences: int,
+        tally: Tally,
         *,
         include_usage: bool,
         on_end: Callable[[RemoteReport], None],
@@ -57,23 +62,25 @@ class RelayWriter:
         self._chat = identity.object == "chat.completion.chunk"
         self._include_usage = include_usage
         self._unfinished = set(range(sequences))
-        self._usage = NULL
+        self._last: ChoiceChunk | None = None
+        self._tally = tally
         self._report = report
         self._on_end = on_end
 
     def events(self, chunk: Chunk) -> bytes:
         """The events of one chunk; empty if it has nothing to show."""
-        if chunk.usage != NULL:
-            self._usage = chunk.usage
         if chunk.decoding != NULL:
             self._report = msgspec.structs.replace(self._report, upstream=chunk.decoding)
         out = b""
         for choice in chunk.choices:
             if choice.finish_reason is not None:
                 self._unfinished.discard(choice.index)
-            last = choice.finish_reason is not None and not self._unfinished and not self._include_usage
-            decoding = b',"decoding":' + _encode(self._report) if last else b""
-            out += self._head + self._choice(choice) + b"]" + self._usage_null + decoding + b"}\n\n"
+                if not self._unfinished and not self._include_usage:
+                    # Of an upstream that says twice that it ends, both are passed on.
+                    out += b"" if self._last is None else self._event(self._last)
+                    self._last = choice
+                    continue
+            out += self._event(choice)
         return out
 
     def closing(self, cut: CutAtDeadline) -> bytes:
@@ -81,14 +88,21 @@ class RelayWriter:
 
         Usage that the upstream did not count stays null.
         """
-        self._report = cut.shown_in(self._report)
+        if self._unfinished:
+            self._report = cut.shown_in(self._report)
         end: dict[str, Any] = {"delta": msgspec.Raw(b"{}")} if self._chat else {"text": ""}
         unfinished = sorted(self._unfinished)
         out = self.events(Chunk([ChoiceChunk(index, finish_reason="length", **end) for index in unfinished]))
+        report = b',"decoding":' + _encode(self._report)
+        if self._last is not None:
+            out += self._event(self._last, report)
         if self._include_usage:
-            out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (bytes(self._usage), _encode(self._report))
+            out += self._head + b'],"usage":%b%b}\n\n' % (bytes(self._tally.usage), report)
         self._on_end(self._report)
         return out
+
+    def _event(self, choice: ChoiceChunk, report: bytes = b"") -> bytes:
+        return self._head + self._choice(choice) + b"]" + self._usage_null + report + b"}\n\n"
 
     def _choice(self, choice: ChoiceChunk) -> bytes:
         if self._chat:
@@ -124,31 +138,31 @@ async def relayed_events(
     yield DONE
 
 
+class _Pieces(list[str]):
+    """A text that is not joined yet: joining with every piece would copy a long answer as often as it has pieces."""
+
+
 @dataclass(slots=True)
 class GatheredChoice:
     fields: dict[str, Any] = field(default_factory=dict)
     logprobs: dict[str, Any] | None = None
     finish_reason: str = "length"
-    text: str = ""
+    text: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class Gathered:
-    """A whole answer, put together from its chunks."""
+    """A whole answer, put together from its chunks. ``tally`` has seen them before."""
 
     choices: list[GatheredChoice]
-    usage: msgspec.Raw = field(default_factory=lambda: NULL)
+    tally: Tally
     upstream: msgspec.Raw = field(default_factory=lambda: NULL)
 
     def take(self, chunk: Chunk) -> None:
-        """Raises :class:`UpstreamFailure` for a choice that was not asked for, or parts that are no objects."""
-        self.usage = self.usage if chunk.usage == NULL else chunk.usage
         self.upstream = self.upstream if chunk.decoding == NULL else chunk.decoding
         for part in chunk.choices:
-            if not 0 <= part.index < len(self.choices):
-                raise UpstreamFailure(f"The upstream sent choice {part.index}, which was not asked for.")
             choice = self.choices[part.index]
-            choice.text += part.text or ""
+            choice.text.append(part.text or "")
             choice.finish_reason = part.finish_reason or choice.finish_reason
             if part.delta != NULL:
                 _merge(choice.fields, _object(part.delta))
@@ -164,11 +178,10 @@ class Gathered:
         chat = identity.object == "chat.completion"
         choices = []
         for index, choice in enumerate(self.choices):
-            message = {"role": "assistant", "content": "", "refusal": None, **choice.fields}
-            answer = {"message": message} if chat else {"text": choice.text}
-            choices.append(
-                {"index": index, **answer, "logprobs": choice.logprobs, "finish_reason": choice.finish_reason}
-            )
+            message = {"role": "assistant", "content": "", "refusal": None, **_joined(choice.fields)}
+            answer = {"message": message} if chat else {"text": "".join(choice.text)}
+            logprobs = None if choice.logprobs is None else _joined(choice.logprobs)
+            choices.append({"index": index, **answer, "logprobs": logprobs, "finish_reason": choice.finish_reason})
         return _encode(
             {
                 "id": identity.id,
@@ -176,26 +189,31 @@ class Gathered:
                 "created": identity.created,
                 "model": identity.model,
                 "choices": choices,
-                "usage": self.usage,
+                "usage": self.tally.usage,
                 "decoding": report,
             }
         )
 
 
 def _object(raw: msgspec.Raw) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise UpstreamFailure(f"The upstream sent a chunk of another form: {error}.") from None
+    # Whoever read the chunk has seen that it is one.
+    return msgspec.json.decode(raw, type=dict[str, Any])
 
 
 def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
     """Texts and lists grow from chunk to chunk; of other values the last one counts. The role is no text to grow."""
     for name, value in more.items():
         old = into.get(name)
-        if isinstance(old, str) and isinstance(value, str) and name != "role":
-            into[name] = old + value
-        elif isinstance(old, list) and isinstance(value, list):
+        if isinstance(value, str) and name != "role":
+            if isinstance(old, _Pieces):
+                old.append(value)
+            else:
+                into[name] = _Pieces([value])
+        elif isinstance(old, list) and not isinstance(old, _Pieces) and isinstance(value, list):
             old.extend(value)
         elif value is not None or old is None:
             into[name] = value
+
+
+def _joined(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: "".join(value) if isinstance(value, _Pieces) else value for name, value in fields.items()}

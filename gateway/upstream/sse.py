@@ -22,13 +22,22 @@ class EventParser:
     def __init__(self, most: int = MAX_EVENT_BYTES) -> None:
         self._most = most
         self._rest = b""
+        self._more: list[bytes] = []
+        self._more_bytes = 0
         self._data: list[bytes] = []
         self._held = 0
         self._begun = False
 
     def feed(self, received: bytes) -> list[bytes]:
         """Raises :class:`MalformedStream` for an event without end."""
-        pending = self._rest + received
+        if self._begun and not self._rest.endswith(b"\r") and _LINE.search(received) is None:
+            # Within a line: joined when it ends, not with every piece of it.
+            self._more.append(received)
+            self._more_bytes += len(received)
+            self._check_size()
+            return []
+        pending = b"".join([self._rest, *self._more, received])
+        self._more, self._more_bytes = [], 0
         if not self._begun:
             if len(pending) < 3 and b"\xef\xbb\xbf".startswith(pending):
                 self._rest = pending
@@ -40,9 +49,12 @@ class EventParser:
         *lines, rest = _LINE.split(pending.removesuffix(b"\r") if held_back else pending)
         self._rest = rest + held_back
         events = [event for line in lines if (event := self._take(line)) is not None]
-        if self._held + len(self._rest) > self._most:
-            raise MalformedStream(f"an event has more than {self._most} bytes")
+        self._check_size()
         return events
+
+    def _check_size(self) -> None:
+        if self._held + len(self._rest) + self._more_bytes > self._most:
+            raise MalformedStream(f"an event has more than {self._most} bytes")
 
     def _take(self, line: bytes) -> bytes | None:
         if not line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -12,45 +13,31 @@ import msgspec
 from gateway.errors import APIError, handle_unexpected, shutting_down
 from gateway.routing.spec import Timeouts
 from gateway.upstream.backend import UpstreamBackend
+from gateway.upstream.chunk import NULL, Chunk, read_chunk
 from gateway.upstream.errors import (
     UpstreamFailure,
     UpstreamTimeout,
     UpstreamUnavailable,
-    error_detail,
     failure_of_status,
 )
 from gateway.upstream.sse import EventParser, MalformedStream
+from telemetry.words import transport_words
 
 MAX_ERROR_BYTES = 64 * 1024
 _AHEAD = 64
 """Chunks that are read before a slow client has taken earlier ones; then the upstream's connection backs up."""
 _LINGER_S = 1.0
-
-NULL = msgspec.Raw(b"null")
-"""Raw can't be optional; JSON's own nothing stands for nothing."""
-
-
-class ChoiceChunk(msgspec.Struct):
-    """One choice in a chunk: what is passed on unread stays raw, :data:`NULL` where there is none."""
-
-    index: int = 0
-    delta: msgspec.Raw = NULL
-    text: str | None = None
-    logprobs: msgspec.Raw = NULL
-    finish_reason: str | None = None
-
-
-class Chunk(msgspec.Struct):
-    """An event of a streamed answer of either endpoint. Unknown fields are dropped: they would be another server's
-    extensions under this one's name."""
-
-    choices: list[ChoiceChunk] = []
-    usage: msgspec.Raw = NULL
-    error: msgspec.Raw = NULL
-    decoding: msgspec.Raw = NULL
-
-
-_chunks = msgspec.json.Decoder(Chunk)
+_LATE_S = 0.1
+_SECOND_LOOKS = 5
+"""An alarm that the loop was late for says nothing about the upstream; so many times in a row it is put off."""
+_USAGE_S = 5.0
+"""What an upstream gets after the last word of an answer to count its tokens and end the stream."""
+_MOST_HELD = 16
+_MOST_HELD_BYTES = 64 * 1024
+"""Chunks that say nothing are kept until one does; what comes past that is forgotten, and nobody misses it."""
+STALE_S = 1.0
+"""A kept connection that the server had closed meanwhile shows at once. One that breaks later has carried the request
+there, and sending it again could bring down a second time what it brought down."""
 
 
 class _Clock:
@@ -62,12 +49,19 @@ class _Clock:
         self._alarm: asyncio.TimerHandle | None = None
         self._end = self._loop.time() + timeouts.total_s
         self._timeouts = timeouts
+        self._finish_by: float | None = None
         self.told = ""
         self._wait(timeouts.first_byte_s, "first byte")
 
     def go_on(self) -> None:
         """Something came; the next piece has its own time."""
         self._wait(self._timeouts.between_bytes_s, "next bytes")
+
+    def finish(self) -> None:
+        """The last word was said. All that may still come after it has one time together."""
+        if self._finish_by is None:
+            self._finish_by = self._loop.time() + min(self._timeouts.between_bytes_s, _USAGE_S)
+        self._wait(self._finish_by - self._loop.time(), "end")
 
     def linger(self) -> None:
         """All was said; a moment for the connection to be whole, so that it can be used again."""
@@ -84,7 +78,36 @@ class _Clock:
         if at > self._end:
             at, seconds, what = self._end, self._timeouts.total_s, "end"
         self.told = f"waited {seconds:g} s for its {what}"
-        self._alarm = self._loop.call_at(at, self._ring)
+        self._alarm = self._loop.call_at(at, self._time_is_up, at, _SECOND_LOOKS)
+
+    def _time_is_up(self, at: float, looks: int) -> None:
+        now = self._loop.time()
+        if now - at > _LATE_S and looks > 0:
+            # The loop was held up, so what came in time is not read yet. It is, before this rings again.
+            again = now + _LATE_S
+            self._alarm = self._loop.call_at(again, self._time_is_up, again, looks - 1)
+        else:
+            self._ring()
+
+
+class _Sending:
+    """What the transport tells of one sending: over which connection, and when."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._connected = False
+        self._sent_at: float | None = None
+
+    async def note(self, event: str, _: object) -> None:
+        if event.startswith("connection.connect_"):
+            self._connected = True
+        elif event == "http11.send_request_headers.started":
+            self._sent_at = self._clock()
+
+    @property
+    def met_a_dead_connection(self) -> bool:
+        """It was sent over a connection of an earlier request, which broke at once."""
+        return not self._connected and self._sent_at is not None and self._clock() - self._sent_at <= STALE_S
 
 
 class UpstreamAnswer:
@@ -100,7 +123,10 @@ class UpstreamAnswer:
         """Sends the request. Raises :class:`UpstreamFailure` if the circuit opened meanwhile."""
         self._backend = backend
         self._permit = backend.begin()
+        self._sequences = sequences
         self._unfinished = set(range(sequences))
+        self._held: list[Chunk] = []
+        self._held_bytes = 0
         self._begun = self._over = self._cancelled = self._timed_out = False
         # Bounded by _room rather than by itself: the end must find its place whatever was not taken yet.
         self._queue: asyncio.Queue[Chunk | APIError | None] = asyncio.Queue()
@@ -151,16 +177,15 @@ class UpstreamAnswer:
         except asyncio.CancelledError:
             if not self._timed_out:
                 raise
-            told = clock.told
-            self._end(UpstreamTimeout(f"The backend '{name}' did not answer in time: {told}."), told)
+            self._break_off(UpstreamTimeout(f"The backend '{name}' did not answer in time: {clock.told}."), clock.told)
         except APIError as failure:
-            self._end(failure, "")
+            self._end(failure, failure.internal if isinstance(failure, UpstreamFailure) else "")
         except MalformedStream as failure:
             self._end(UpstreamFailure(f"The backend '{name}' sent what is no event stream."), str(failure))
         except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError) as failure:
-            self._end(_failure_of_transport(name, failure), f"{type(failure).__name__}: {failure}")
+            self._break_off(_failure_of_transport(name, failure), transport_words(failure))
         except Exception as failure:
-            self._end(handle_unexpected(failure, f"the answer of backend {name}"), repr(failure))
+            self._end(handle_unexpected(failure, f"the answer of backend {name}"), type(failure).__name__)
         finally:
             clock.stop()
 
@@ -175,14 +200,16 @@ class UpstreamAnswer:
             self._task.cancel()
 
     async def _send(self, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
-        client = self._backend.client
-        request = client.build_request("POST", path, content=content, headers=headers)
+        client, sending = self._backend.client, _Sending()
+        extensions = {"trace": sending.note}
+        request = client.build_request("POST", path, content=content, headers=headers, extensions=extensions)
         try:
             return await client.send(request, stream=True)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            # A kept connection that the server had closed meanwhile looks like this; a new one will tell.
-            request = client.build_request("POST", path, content=content, headers=headers)
-            return await client.send(request, stream=True)
+            if not sending.met_a_dead_connection:
+                raise
+        request = client.build_request("POST", path, content=content, headers=headers)
+        return await client.send(request, stream=True)
 
     async def _relay(self, response: httpx.Response, clock: _Clock) -> None:
         if response.status_code != 200:
@@ -192,7 +219,7 @@ class UpstreamAnswer:
                 if len(body) > MAX_ERROR_BYTES:
                     break
             retry_after = response.headers.get("retry-after")
-            raise failure_of_status(self._backend.name, response.status_code, body, retry_after)
+            raise failure_of_status(self._backend.name, response.status_code, body, retry_after, datetime.now(UTC))
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
             raise MalformedStream(f"it answered with content-type '{kind[:100]}' instead of text/event-stream")
@@ -205,43 +232,61 @@ class UpstreamAnswer:
                     self._check_whole()
                     self._end(None)
                 else:
-                    clock.stop()
+                    if self._begun:
+                        clock.stop()
                     await self._pass_on(data)
-            # Comments keep a connection alive, but are no answer.
+            # Comments keep a connection alive, but are no answer; neither are chunks that say nothing.
             if self._over:
                 clock.linger()
+            elif not self._unfinished:
+                clock.finish()
             elif self._begun:
                 clock.go_on()
         self._check_whole()
         self._end(None)
 
     async def _pass_on(self, data: bytes) -> None:
-        name = self._backend.name
-        try:
-            # An event of several lines: JSON has them between its tokens only, and what stays raw goes into one line.
-            chunk = _chunks.decode(data.replace(b"\n", b" "))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedStream(f"an event is no chunk: {error}") from None
-        if chunk.error != NULL:
-            detail = error_detail(chunk.error)
-            said = f": {detail.message}" if detail else "."
-            raise UpstreamFailure(f"The backend '{name}' ended the answer with an error{said}")
+        chunk = read_chunk(data, self._sequences, self._backend.name)
+        self._backend.heard()
         for choice in chunk.choices:
             if choice.finish_reason is not None:
                 self._unfinished.discard(choice.index)
         if not self._begun:
+            if not chunk.begins:
+                self._hold(chunk, len(data))
+                return
             self._begun = True
             self._backend.answering(self._permit)
+            for each in self._held:
+                self._queue.put_nowait(each)
+            self._held.clear()
         self._queue.put_nowait(chunk)
         while self._queue.qsize() >= _AHEAD:
             self._room.clear()
             await self._room.wait()
+
+    def _hold(self, chunk: Chunk, size: int) -> None:
+        """Keep what says nothing until the answer begins: a failure before that is nobody's but the upstream's."""
+        self._held_bytes += size
+        if self._held_bytes > _MOST_HELD_BYTES:
+            return
+        if len(self._held) < _MOST_HELD:
+            self._held.append(chunk)
+        elif chunk.usage != NULL:
+            self._held[-1] = chunk
 
     def _check_whole(self) -> None:
         if self._unfinished and not self._over:
             raise UpstreamFailure(
                 f"The backend '{self._backend.name}' ended its stream before the answer was complete."
             )
+
+    def _break_off(self, error: APIError, internal: str) -> None:
+        """The stream did not come to its end. After the last word of the answer that is no failure any more."""
+        if self._unfinished:
+            self._end(error, internal)
+        else:
+            self._end(None)
 
     def _end(self, error: APIError | None, internal: str = "") -> None:
         """Report once how it went, and tell the reader. Later calls change nothing."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from policy.alerts import AlertRule
@@ -27,8 +30,9 @@ from telemetry.alerts.fleet import (
     with_told,
     without_mute,
 )
+from telemetry.alerts.payloads import WITHDRAWN
 from telemetry.alerts.readings import FallbackHistory, StepsLately, Subject, readings
-from telemetry.alerts.sharing import SharedBoard
+from telemetry.alerts.sharing import Edit, SharedBoard
 from telemetry.figures import Figures, Labels
 
 logger = logging.getLogger("telemetry.alerts")
@@ -68,19 +72,29 @@ class Alerting:
 
     async def share(self, spec: PolicySpec) -> None:
         """Bring the fleet's board up to date, and start to tell receivers what they don't know yet."""
-        confirmed = self.deliverer.take_confirmed()
         episode = uuid.uuid4().hex[:12]
 
         def change(board: Board, now: float) -> Board:
-            if confirmed:
-                board = with_told(board, confirmed, now)
             for alarm in orphans(board, now).values():
                 self.book.adopt(alarm, spec.alerts, self._clock())
             return report(board, self._replica, self._alarms(spec), episode, now)
 
-        await self.board.edit(change)
+        await self._edit(change)
         repeats = {name: receiver.repeat_s for name, receiver in spec.receivers.items()}
-        self.deliverer.start(due(self.board.board, self._replica, repeats, self.board.now), spec.receivers)
+        rules = {rule.name for rule in spec.alerts}
+        messages = due(self.board.board, self._replica, repeats, self.board.now)
+        told = [replace(each, withdrawn=each.entry.alarm.rule not in rules) for each in messages]
+        self.deliverer.start(told, spec.receivers)
+
+    async def _edit(self, change: Edit) -> None:
+        """Change the board, and write on it what receivers have taken meanwhile."""
+        confirmed = self.deliverer.take_confirmed()
+        try:
+            await self.board.edit(lambda board, now: change(with_told(board, confirmed, now), now))
+        except BaseException:
+            # Not written, or not known to be: without it a receiver would be told the same again.
+            self.deliverer.confirm(confirmed)
+            raise
 
     def held(self, names: Sequence[Subject]) -> dict[Subject, str]:
         """Of these models and classes, those that a firing alert keeps in fallback, and why."""
@@ -131,6 +145,10 @@ class Alerting:
     async def stop(self, patience_s: float) -> None:
         """Let what is on its way arrive. What fires stays so for the fleet until this replica's lease runs out."""
         await self.deliverer.stop(patience_s)
+        # What arrived meanwhile is not to be told again after a restart.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._edit(lambda board, _: board)
 
     def exported(self) -> dict[Labels, float]:
         """The values of ``medusa_alert_state``."""
@@ -222,6 +240,10 @@ def open_alerting(
 
 
 def _line(happening: Happening) -> str:
+    if happening.withdrawn:
+        was = "firing" if happening.change == "resolved" else "pending"
+        about = describe(happening.rule, happening.subject)
+        return f"alert '{happening.rule.name}' withdrawn while {was}: {WITHDRAWN} (it was: {about})"
     value = "" if happening.value is None else f" (now {happening.value:.4g})"
     description = describe(happening.rule, happening.subject)
     return f"alert '{happening.rule.name}' {happening.change}{value}: {description}"

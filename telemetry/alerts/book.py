@@ -36,12 +36,14 @@ class Tracked:
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """A change of one alert's state, for the log and the events."""
+    """A change of one alert's state, for the log and the events. ``withdrawn``: it ended because the policy has no such
+    rule any more; nothing was found to be well."""
 
     change: Change
     rule: AlertRule
     subject: Subject
     value: float | None
+    withdrawn: bool = False
 
 
 def describe(rule: AlertRule, subject: Subject) -> str:
@@ -72,7 +74,7 @@ class AlertBook:
                 del self.tracked[key]
                 if each.state.phase != "inactive":
                     change: Change = "resolved" if each.state.phase == "firing" else "cancelled"
-                    happenings.append(Happening(change, each.rule, each.subject, each.state.value))
+                    happenings.append(Happening(change, each.rule, each.subject, each.state.value, withdrawn=True))
         for rule in rules:
             values = dict(read(rule))
             known = {each.subject for each in self.tracked.values() if each.rule.name == rule.name}

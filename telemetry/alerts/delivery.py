@@ -15,12 +15,17 @@ from policy.alerts import Receiver
 from policy.background import cancel_and_wait
 from telemetry.alerts.fleet import Message
 from telemetry.alerts.payloads import for_alertmanager, for_webhook
+from telemetry.words import transport_words
 
 logger = logging.getLogger("telemetry.alerts")
 
 FIRST_RETRY_S = 1.0
 LONGEST_RETRY_S = 120.0
 SOURCE = "medusa-gateway"
+
+
+class NotSet(ValueError):
+    """A variable that the policy names is not set; the message names it."""
 
 
 class Poster(Protocol):
@@ -102,6 +107,10 @@ class Deliverer:
         confirmed, self._confirmed = self._confirmed, []
         return confirmed
 
+    def confirm(self, messages: Sequence[Message]) -> None:
+        """Receivers have taken ``messages``."""
+        self._confirmed += messages
+
     async def stop(self, patience_s: float) -> None:
         """Let what is on its way arrive, for at most ``patience_s``, and close the client."""
         tasks = list(self._tasks.values())
@@ -114,19 +123,22 @@ class Deliverer:
         try:
             url, headers = self._address(receiver)
             status = await self._post(url, self._body(receiver, messages), headers, receiver.timeout_s)
-            if not 200 <= status < 300:
-                raise OSError(f"HTTP status {status}")
+            problem = None if 200 <= status < 300 else f"HTTP status {status}"
+        except NotSet as error:
+            problem = str(error)
         # ValueError and InvalidURL: an address that can't be used, which an operator may mend meanwhile.
         except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            problem = transport_words(error)
+        if problem is not None:
             health.failures += 1
             delay = retry_after(health.failures, self._jitter())
             health.retry_at = self._clock() + delay
-            health.error = f"{type(error).__name__}: {error}"[:300]
+            health.error = problem[:300]
             logger.error("alerts did not reach %s, again in %.1f s: %s", receiver.name, delay, health.error)
             return
         health.failures, health.retry_at, health.error = 0, 0.0, None
         health.delivered += len(messages)
-        self._confirmed += messages
+        self.confirm(messages)
 
     def _address(self, receiver: Receiver) -> tuple[str, dict[str, str]]:
         url = receiver.url if receiver.url_env is None else self._variable(receiver.url_env)
@@ -141,7 +153,7 @@ class Deliverer:
     def _variable(self, name: str) -> str:
         value = self._environment.get(name)
         if not value:
-            raise ValueError(f"the environment variable {name} is not set")
+            raise NotSet(f"the environment variable {name} is not set")
         return value
 
     def _body(self, receiver: Receiver, messages: list[Message]) -> bytes:

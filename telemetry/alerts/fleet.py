@@ -10,7 +10,7 @@ and another member takes over with all that was told already; when all members a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -146,12 +146,14 @@ def owned_by(board: Board, replica: str, now: float) -> list[Entry]:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Something that a receiver is to be told. ``status`` as of this moment."""
+    """Something that a receiver is to be told. ``status`` as of this moment. ``withdrawn``: no rule of the policy is
+    about it any more."""
 
     receiver: str
     entry: Entry
     status: Told
     acknowledged: Mute | None = None
+    withdrawn: bool = False
 
 
 def due(board: Board, replica: str, repeat_s: Mapping[str, float], now: float) -> list[Message]:
@@ -174,8 +176,10 @@ def due(board: Board, replica: str, repeat_s: Mapping[str, float], now: float) -
     return messages
 
 
-def with_told(board: Board, messages: list[Message], now: float) -> Board:
+def with_told(board: Board, messages: Sequence[Message], now: float) -> Board:
     """After receivers have confirmed ``messages``."""
+    if not messages:
+        return board
     entries = dict(board.entries)
     for message in messages:
         key = message.entry.alarm.key

@@ -13,6 +13,8 @@ from typing import Any
 
 from telemetry.alerts.fleet import Alarm, Message
 
+WITHDRAWN = "withdrawn, no longer in the policy"
+"""Why an alert ended that was not found to be over."""
 _NO_END = "0001-01-01T00:00:00Z"
 """What an Alertmanager writes for an alert that still fires."""
 
@@ -24,6 +26,8 @@ def labels_of(alarm: Alarm) -> dict[str, str]:
 
 def annotations_of(message: Message) -> dict[str, str]:
     alarm, found = message.entry.alarm, {"summary": message.entry.alarm.summary}
+    if message.withdrawn:
+        found["summary"] = f"{WITHDRAWN}; it was: {alarm.summary}"
     if alarm.value is not None:
         found["value"] = f"{alarm.value:.4g}"
     if message.acknowledged is not None:
