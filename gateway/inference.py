@@ -260,7 +260,8 @@ async def _run(
     gateway: GatewayState,
 ) -> ASGIResponse:
     controller = gateway.controller
-    generation, record = Generation(served.decoder, sequences, ticket), record_of(request.scope)
+    client_id, record = request_id_of(request.scope, gateway.new_id), record_of(request.scope)
+    generation = Generation(served.decoder, sequences, ticket, client_id)
     ticket.used_tokens = answer.prompt_tokens
     try:
         if not call.body.stream:

@@ -1,0 +1,48 @@
+"""Why a request's steps had no candidates, so that its answer can say so."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Why(Enum):
+    """What stood in the way of drafting in one step, as an answer tells it."""
+
+    PRICE = "one more row costs as much as {price:.2f} tokens here, and the best candidate brought {chance:.2f}"
+    GATE = "the heads do not pay in a batch of this size (speedup {speedup:.2f})"
+    REFERENCE = "steps without the heads were due, to compare with"
+    PAUSED = "drafting was paused after drafts that did not pay"
+    FAILED = "drafting had failed and was left alone for a while"
+    NOTHING = "there are no heads to ask, and the text did not repeat itself"
+    PLAN = "the plan allows no candidates"
+    ROOM = "the batch had no rows left for candidates"
+    LAST = "only the last token was to come"
+
+
+@dataclass(slots=True)
+class Undrafted:
+    """The record of one request. ``price``, ``chance``, ``speedup``: sums of what a reason quotes."""
+
+    steps: Counter[Why] = field(default_factory=Counter)
+    price: float = 0.0
+    chance: float = 0.0
+    speedup: float = 0.0
+
+    def note(self, why: Why, *, price: float = 0.0, chance: float = 0.0, speedup: float = 0.0) -> None:
+        """A step that was to draft and had no candidate."""
+        self.steps[why] += 1
+        self.price += price
+        self.chance += chance
+        self.speedup += speedup
+
+    def reason(self, decode_steps: int) -> str | None:
+        """The commonest reason with its averages; None where most of the steps did have candidates."""
+        undrafted = self.steps.total()
+        if not undrafted or 2 * undrafted < decode_steps:
+            return None
+        why, times = self.steps.most_common(1)[0]
+        because = why.value.format(price=self.price / times, chance=self.chance / times, speedup=self.speedup / times)
+        how_often = f"all {undrafted}" if undrafted >= decode_steps else f"{undrafted} of {decode_steps}"
+        return f"no candidates in {how_often} steps, mostly because {because}"
