@@ -70,6 +70,13 @@ def test_without_statistics_all_that_is_allowed_may_be_used() -> None:
     assert "no statistics of code yet" in decision.reason
 
 
+def test_statistics_without_checked_drafts_are_not_called_missing() -> None:
+    """A thousand steps in which no head was asked: it has been measured that nothing was drafted."""
+    decision = decide(spec(), measured([]), FACTS, 0.0)
+    assert decision.stats_age_s == 0.0
+    assert "no statistics" not in decision.reason and "too few drafts of code were checked" in decision.reason
+
+
 def test_statistics_set_heads_and_nodes_within_bounds() -> None:
     found = decide(spec(), measured(CREATIVE), FACTS, 7.0)
     assert found.num_heads == 3, "the fourth level brings next to nothing"
