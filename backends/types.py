@@ -13,6 +13,8 @@ Acceptance = Literal["exact", "typical"]
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 StepKind = Literal["prefill", "verification", "vanilla"]
 
+START_LOG = "backends.start"
+"""The logger of what takes its time at a start, at INFO: shown on the console unless only errors are asked for."""
 ENGINE_FAILED = "the engine failed on this request; its log says why"
 NOT_FINITE = "the model's logits are not finite"
 """What a client is told of a failure (:attr:`TokenChunk.error`)."""
