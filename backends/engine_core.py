@@ -7,10 +7,8 @@ import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 
@@ -25,6 +23,7 @@ from backends.lookup import Continuation
 from backends.optional_parts import OptionalParts
 from backends.prompt_share import share_rows
 from backends.runner import HeadsRunner, ModelRunner, Proposals
+from backends.sampling import logits_at
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
 from backends.tree import MAX_DEPTH
@@ -43,7 +42,6 @@ from backends.verify import AcceptResult, Candidate, verify
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _MOST_SAMPLES = 4096
 Emission = tuple[str, TokenChunk]
 # Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
@@ -414,6 +412,8 @@ class EngineCore:
         """Which prompts go on, by how many tokens. Beside decoding sequences they get ``prefill_rows`` at most."""
         rows = self.config.prefill_rows if decoding else self.config.max_rows
         reading = [s for s in self._running.values() if s.status is SequenceStatus.PREFILL]
+        if not reading:
+            return []
         shares = share_rows([sequence.prompt_length - sequence.computed for sequence in reading], rows)
         return [(sequence, share) for sequence, share in zip(reading, shares, strict=True) if share]
 
@@ -468,18 +468,20 @@ class EngineCore:
         Such a row (a NaN somewhere in the weights) gives any token, also one outside the vocabulary.
         """
         vocabulary = self.runner.vocab_size
-        sound, rows, columns = [], [], []
+        sound: list[int] = []
+        drawn: list[tuple[int, int]] = []
         for item, result in zip(scheduled, results, strict=True):
-            inside = _first(result.tokens, lambda token: not 0 <= token < vocabulary)
+            inside = len(result.tokens)
+            if min(result.tokens) < 0 or max(result.tokens) >= vocabulary:
+                inside = next(i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary)
             sound.append(inside)
-            rows += [item.first_row + row for row in result.rows[:inside]]
-            columns += result.tokens[:inside]
-        # One look for all tokens of the step, since a device that works on its own must be waited for.
-        values = logits[rows, columns].tolist()
+            drawn += [(item.first_row + result.rows[i], result.tokens[i]) for i in range(inside)]
+        # One look for all tokens of the step.
+        values = logits_at(logits, drawn)
         if all(map(math.isfinite, values)):
             return sound
         return [
-            _first(values[end - count : end], lambda value: not math.isfinite(value))
+            next((i for i, value in enumerate(values[end - count : end]) if not math.isfinite(value)), count)
             for end, count in zip(accumulate(sound), sound, strict=True)
         ]
 
@@ -657,11 +659,6 @@ class EngineCore:
         return proposals
 
 
-def _first(values: SequenceOf[T], broken: Callable[[T], bool]) -> int:
-    """The index of the first broken one; how many there are, if none is."""
-    return next((index for index, value in enumerate(values) if broken(value)), len(values))
-
-
-def _say_unasked(sequences: Iterable[tuple[Sequence, int]], why: Why, gate_speedup: float = 0.0) -> None:
+def _say_unasked(sequences: Iterable[tuple[Sequence, int]], why: str, gate_speedup: float = 0.0) -> None:
     for sequence, _ in sequences:
         sequence.unasked, sequence.gate_speedup = why, gate_speedup

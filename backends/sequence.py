@@ -61,7 +61,7 @@ class Sequence:
     speculation: Speculation = field(init=False)
     lookup: Lookup | None = None
     undrafted: Undrafted = field(default_factory=Undrafted)
-    unasked: Why = Why.NOTHING
+    unasked: str = Why.NOTHING
     gate_speedup: float = 0.0
     text: TextStream = field(init=False)
     counts: Counts = field(default_factory=Counts)

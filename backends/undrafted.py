@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from enum import Enum
 
 
-class Why(Enum):
-    """What stood in the way of drafting in one step, as an answer tells it."""
+class Why:
+    """What stood in the way of drafting in one step, as an answer tells it. Texts, since an Enum's hash is slow."""
 
     PRICE = "one more row costs as much as {price:.2f} tokens here, and the best candidate brought {chance:.2f}"
     GATE = "the heads do not pay in a batch of this size (speedup {speedup:.2f})"
@@ -25,12 +24,12 @@ class Why(Enum):
 class Undrafted:
     """The record of one request. ``price``, ``chance``, ``speedup``: sums of what a reason quotes."""
 
-    steps: Counter[Why] = field(default_factory=Counter)
+    steps: Counter[str] = field(default_factory=Counter)
     price: float = 0.0
     chance: float = 0.0
     speedup: float = 0.0
 
-    def note(self, why: Why, *, price: float = 0.0, chance: float = 0.0, speedup: float = 0.0) -> None:
+    def note(self, why: str, *, price: float = 0.0, chance: float = 0.0, speedup: float = 0.0) -> None:
         """A step that was to draft and had no candidate."""
         self.steps[why] += 1
         self.price += price
@@ -43,6 +42,6 @@ class Undrafted:
         if not undrafted or 2 * undrafted < decode_steps:
             return None
         why, times = self.steps.most_common(1)[0]
-        because = why.value.format(price=self.price / times, chance=self.chance / times, speedup=self.speedup / times)
+        because = why.format(price=self.price / times, chance=self.chance / times, speedup=self.speedup / times)
         how_often = f"all {undrafted}" if undrafted >= decode_steps else f"{undrafted} of {decode_steps}"
         return f"no candidates in {how_often} steps, mostly because {because}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import sys
 import threading
@@ -25,7 +26,8 @@ from backends.engine_core import EngineCore
 from backends.kv_cache import IntegrityError
 from backends.lookup import Lookup
 from backends.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
-from backends.runner import Proposals
+from backends.runner import Proposals, RowSampling
+from backends.sampling_torch import draw_rows
 from backends.sequence import Sequence
 from backends.speculation import Speculation
 from backends.tree import MAX_DEPTH, CandidateTree
@@ -464,6 +466,20 @@ def test_logits_that_are_not_finite_end_their_request_only(kind: str, caplog: py
     for each in good:
         assert found[each.request_id].logits == alone[each.request_id].logits
         assert found[each.request_id].ending == ("length", None, 8)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.9, "min_p": 0.05}])
+def test_torch_draws_nothing_from_a_row_that_is_not_finite(bad: float, filters: dict[str, float]) -> None:
+    logits = torch.randn(3, 40)
+    logits[1, 17] = bad
+    neutral = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **filters}
+    kinds = {"top_k": np.int32}
+    params: dict[str, Any] = {name: np.full(3, value, kinds.get(name, np.float32)) for name, value in neutral.items()}
+    first, broken, last = draw_rows(logits, RowSampling(**params, uniform=np.full(3, 0.5)))
+    assert broken == -1 and 0 <= first < 40 and 0 <= last < 40
+    logits[1] = -math.inf
+    assert draw_rows(logits, RowSampling(**params, uniform=np.full(3, 0.5))) == [first, -1, last]
 
 
 def test_a_token_outside_the_vocabulary_ends_its_request_with_what_was_right_before(
