@@ -171,7 +171,7 @@ class Engine:
         try:
             self._core.check_integrity()
         except IntegrityError as error:
-            log.critical("the engine is idle, and its pages don't add up: %s", error)
+            log.critical("the engine is idle, and its pages don't add up, which is a bug: %s", error)
 
     def _take_orders(self) -> bool:
         """Wait for work and take in what was asked; False when it is time to stop."""

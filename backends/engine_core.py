@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
@@ -16,14 +14,13 @@ from backends.batch import PAGE_SIZE, BatchBuilder
 from backends.calibration import Calibration
 from backends.cost import StepCost
 from backends.counters import CounterBook
-from backends.drafting import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts, row_price
+from backends.drafting import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts
 from backends.gate import DraftGate
 from backends.kv_cache import PagePool
 from backends.lookup import Continuation
 from backends.optional_parts import OptionalParts
 from backends.prompt_share import share_rows
 from backends.runner import HeadsRunner, ModelRunner, Proposals
-from backends.sampling import logits_at
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
 from backends.tree import MAX_DEPTH
@@ -37,12 +34,13 @@ from backends.types import (
     StepSample,
     TokenChunk,
 )
-from backends.undrafted import Why
-from backends.verify import AcceptResult, Candidate, verify
+from backends.undrafted import Why, note_undrafted
+from backends.verify import AcceptResult, Candidate, count_sound, verify
 
 log = logging.getLogger(__name__)
 
 _MOST_SAMPLES = 4096
+_NO_DRAFT = Draft()
 Emission = tuple[str, TokenChunk]
 # Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
 Observer = Callable[[str, int, int, torch.Tensor], None]
@@ -214,7 +212,7 @@ class EngineCore:
             return
         logits = self.runner.logits(hidden)
         results = verify(self.runner, logits, [self._candidate(item) for item in step.scheduled])
-        sound = self._sound(step.scheduled, results, logits)
+        sound = count_sound(logits, [item.first_row for item in step.scheduled], results, self.runner.vocab_size)
         for item, result, count in zip(step.scheduled, results, sound, strict=True):
             try:
                 self._accept(item, result, count, logits)
@@ -315,7 +313,9 @@ class EngineCore:
         prompt_rows = sum(count for _, count in chunks)
         extra, requests, drafts = self._plan(decoding, prompt_rows)
         with self.optional.judging:
-            self._explain(decoding, requests, drafts, extra)
+            for index, sequence in enumerate(decoding):
+                if not drafts.get(index, _NO_DRAFT).tokens and sequence.speculation.enabled:
+                    note_undrafted(sequence, requests.get(index), self.cost, len(decoding), extra)
         batch = BatchBuilder(self._scratch_base)
         scheduled = []
         for index, sequence in enumerate(decoding):
@@ -385,29 +385,6 @@ class EngineCore:
             sequence.proposals, sequence.unasked = None, Why.FAILED
         return 1.0, {}, {}
 
-    def _explain(
-        self, decoding: list[Sequence], requests: dict[int, DraftRequest], drafts: dict[int, Draft], extra: float
-    ) -> None:
-        """Note why sequences that were to draft have no candidate in this step."""
-        price: float | None = None
-        for index, sequence in enumerate(decoding):
-            request, draft = requests.get(index), drafts.get(index)
-            if (draft is not None and draft.tokens) or not sequence.speculation.enabled:
-                continue
-            note = sequence.undrafted.note
-            if sequence.remaining <= 1:
-                note(Why.LAST)
-            elif request is None:
-                note(sequence.unasked, speedup=sequence.gate_speedup if sequence.unasked is Why.GATE else 0.0)
-            elif request.tree is not None:
-                note(Why.ROOM)
-            elif request.max_nodes <= 0:
-                note(Why.PLAN)
-            else:
-                if price is None:
-                    price = row_price(self.cost, sequences=len(decoding), extra=extra)
-                note(Why.PRICE, price=price, chance=request.best_chance)
-
     def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
         """Which prompts go on, by how many tokens. Beside decoding sequences they get ``prefill_rows`` at most."""
         rows = self.config.prefill_rows if decoding else self.config.max_rows
@@ -461,29 +438,6 @@ class EngineCore:
             draft=item.draft,
             acceptance=sequence.request.plan.acceptance,
         )
-
-    def _sound(self, scheduled: list[_Scheduled], results: list[AcceptResult], logits: torch.Tensor) -> list[int]:
-        """How many tokens of each result may be used: those before the first that was drawn from a broken row.
-
-        Such a row (a NaN somewhere in the weights) gives any token, also one outside the vocabulary.
-        """
-        vocabulary = self.runner.vocab_size
-        sound: list[int] = []
-        drawn: list[tuple[int, int]] = []
-        for item, result in zip(scheduled, results, strict=True):
-            inside = len(result.tokens)
-            if min(result.tokens) < 0 or max(result.tokens) >= vocabulary:
-                inside = next(i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary)
-            sound.append(inside)
-            drawn += [(item.first_row + result.rows[i], result.tokens[i]) for i in range(inside)]
-        # One look for all tokens of the step.
-        values = logits_at(logits, drawn)
-        if all(map(math.isfinite, values)):
-            return sound
-        return [
-            next((i for i, value in enumerate(values[end - count : end]) if not math.isfinite(value)), count)
-            for end, count in zip(accumulate(sound), sound, strict=True)
-        ]
 
     def _accept(self, item: _Scheduled, result: AcceptResult, sound: int, logits: torch.Tensor) -> None:
         """Append the verified tokens up to the first that ends the answer; the ``sound`` first ones."""

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from backends.cost import StepCost
+from backends.drafting import DraftRequest, row_price
+
+if TYPE_CHECKING:
+    from backends.sequence import Sequence
 
 
 class Why:
@@ -45,3 +52,20 @@ class Undrafted:
         because = why.format(price=self.price / times, chance=self.chance / times, speedup=self.speedup / times)
         how_often = f"all {undrafted}" if undrafted >= decode_steps else f"{undrafted} of {decode_steps}"
         return f"no candidates in {how_often} steps, mostly because {because}"
+
+
+def note_undrafted(
+    sequence: Sequence, request: DraftRequest | None, cost: StepCost, sequences: int, extra: float
+) -> None:
+    """Note why a sequence that was to draft has no candidate in a step. ``request``: what it might have drafted."""
+    note = sequence.undrafted.note
+    if sequence.remaining <= 1:
+        note(Why.LAST)
+    elif request is None:
+        note(sequence.unasked, speedup=sequence.gate_speedup if sequence.unasked is Why.GATE else 0.0)
+    elif request.tree is not None:
+        note(Why.ROOM)
+    elif request.max_nodes <= 0:
+        note(Why.PLAN)
+    else:
+        note(Why.PRICE, price=row_price(cost, sequences=sequences, extra=extra), chance=request.best_chance)
