@@ -130,9 +130,13 @@ def completed(points: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list
     the smallest as that. Beyond the largest in proportion to it, which is the dear end of what can be: what was not
     measured must not look cheap.
     """
-    known = tuple(sorted(points))
-    largest, ms = known[-1]
-    return [(size, ms * size / largest if size > largest else _interpolate(known, size)) for size in sorted(sizes)]
+    ordered, measured = tuple(sorted(points)), dict(points)
+    largest, ms = ordered[-1]
+
+    def estimate(size: int) -> float:
+        return ms * size / largest if size > largest else _interpolate(ordered, size)
+
+    return [(size, measured[size] if size in measured else estimate(size)) for size in sorted(sizes)]
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
