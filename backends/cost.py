@@ -53,36 +53,90 @@ class StepCost:
         return self.forward_ms(sequences) + self.forward_ms(rows + nodes) - self.forward_ms(rows)
 
 
-def measure_runs(
-    sizes: Sequence[int],
-    run: Callable[[int], object],
-    clock: Callable[[], float],
-    repeats: int = 5,
-    before: Callable[[], object] = lambda: None,
-    warm_up: int = 0,
-    burst: int = 1,
-) -> dict[int, list[float]]:
-    """Milliseconds of every ``run(size)``. Sizes take turns, so a noisy moment does not fall on one of them only.
+@dataclass(slots=True)
+class Budget:
+    """Seconds that measuring may take altogether, from the first look on."""
 
-    In each of the ``repeats`` turns of a size, ``burst`` runs are timed after ``warm_up`` others, as in service a step
-    most often follows its like. ``before`` each timed run: what leaves the caches as they are in service.
-    """
-    times: dict[int, list[float]] = {size: [] for size in sizes}
-    for _ in range(repeats):
+    seconds: float
+    clock: Callable[[], float]
+    _began: float | None = None
+
+    def left(self, share: float = 1.0) -> float:
+        """What is left of the whole, or of its first ``share``."""
+        now = self.clock()
+        if self._began is None:
+            self._began = now
+        return self._began + self.seconds * share - now
+
+
+@dataclass(slots=True)
+class Timings:
+    """Runs of several sizes, timed within a budget. ``before`` each run, untimed: what leaves the caches as they are in
+    service. A run that is expected to last longer than what is left isn't begun."""
+
+    run: Callable[[int], object]
+    budget: Budget
+    before: Callable[[], object] = lambda: None
+    share: float = 1.0
+    _times: dict[int, list[float]] = field(default_factory=dict)
+    _whole_s: dict[int, float] = field(default_factory=dict)
+
+    def turn(self, sizes: Sequence[int], *, warm_up: int = 0, burst: int = 1, anyway: bool = False) -> bool:
+        """Of each size ``burst`` timed runs after ``warm_up`` others, as in service a step most often follows its like.
+        Sizes take turns, so a noisy moment does not fall on one of them only. ``anyway``: whatever the budget says.
+
+        Returns whether there was time for all of them.
+        """
+        complete = True
         for size in sizes:
-            for _ in range(warm_up):
-                run(size)
-            for _ in range(burst):
-                before()
-                start = clock()
-                run(size)
-                times[size].append((clock() - start) * 1e3)
-    return times
+            for number in range(warm_up + burst):
+                if not anyway and self._expected_s(size) > self.budget.left(self.share):
+                    complete = False
+                    break
+                self._time(size, keep=number >= warm_up)
+        return complete
+
+    def times(self) -> dict[int, list[float]]:
+        """Milliseconds of every timed run, by size; without the first one of a size, which touched new memory, where
+        there are others."""
+        return {size: found[1:] or found for size, found in self._times.items()}
+
+    def _time(self, size: int, *, keep: bool) -> None:
+        clock = self.budget.clock
+        began = clock()
+        self.before()
+        start = clock()
+        self.run(size)
+        ended = clock()
+        self._whole_s[size] = ended - began
+        if keep:
+            self._times.setdefault(size, []).append((ended - start) * 1e3)
+
+    def _expected_s(self, size: int) -> float:
+        """By the nearest size that has run: of a larger one, each row takes at most what the others took."""
+        smaller = max((known for known in self._whole_s if known <= size), default=None)
+        if smaller is not None:
+            return self._whole_s[smaller] * size / smaller
+        return min(self._whole_s.values(), default=0.0)
 
 
 def medians(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
     """By size; of two in the middle the slower."""
     return [(size, sorted(found)[len(found) // 2]) for size, found in times.items()]
+
+
+def completed(points: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[tuple[int, float]]:
+    """A point for each of ``sizes``, which the points are among: as measured; on the line between its neighbours; below
+    the smallest as that. Beyond the largest in proportion to it, which is the dear end of what can be: what was not
+    measured must not look cheap.
+    """
+    ordered, measured = tuple(sorted(points)), dict(points)
+    largest, ms = ordered[-1]
+
+    def estimate(size: int) -> float:
+        return ms * size / largest if size > largest else _interpolate(ordered, size)
+
+    return [(size, measured[size] if size in measured else estimate(size)) for size in sorted(sizes)]
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -51,7 +51,10 @@ class CostKeeping:
         measured = probe.measure()
         record = CostRecord(self.facts, self.wall_clock(), measured.cost)
         if measured.restless:
-            log.warning("the cost table was measured in a busy moment; it is used, but not kept for the next start")
+            log.warning(
+                "the cost table was measured in a busy moment, or in part for want of time; it is used, but not kept "
+                "for the next start"
+            )
         else:
             log.info("cost table measured")
             self._save(record)

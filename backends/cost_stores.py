@@ -45,8 +45,13 @@ class FolderStore:
     def save(self, key: str, text: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=self._folder, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, self._path(key))
+            try:
+                file.write(text)
+                file.close()
+                os.replace(file.name, self._path(key))
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"

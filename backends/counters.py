@@ -63,12 +63,14 @@ def _count_hits(counters: DecodeCounters, emitted: list[int], proposals: Proposa
             return
         if head == len(counters.attempts):
             counters.attempts.append(0)
-            counters.hits.append([0] * proposals.k)
+            counters.hits.append([])
         counters.attempts[head] += 1
-        guesses = proposals.tokens_of(siblings)
+        guesses, hits = proposals.tokens_of(siblings), counters.hits[head]
+        # A request whose tree is wide makes the heads guess more for all in its batch.
+        hits.extend([0] * (len(guesses) - len(hits)))
         rank = guesses.index(token) if token in guesses else None
         if rank is not None:
-            counters.hits[head][rank] += 1
+            hits[rank] += 1
         # A list that follows every guess follows a missed one too.
         follows_any = rank is not None or not proposals.look_ahead
         siblings = proposals.following(siblings)[rank or 0] if follows_any else -1

@@ -57,6 +57,12 @@ class DraftRequest:
     lookup: Continuation | None = None
     longest: int | None = None
 
+    @property
+    def best_chance(self) -> float:
+        """How likely the best candidate is."""
+        of_heads = 0.0 if self.proposals is None else min(self.proposals.best_probability(0) * self.trust, 1.0)
+        return of_heads if self.lookup is None else max(of_heads, self.lookup.chances[0])
+
 
 def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
     """The operator's or client's own tree, cut to what the step has room for and the request can still use."""
@@ -152,7 +158,12 @@ def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, 
 
 def lookup_pays(cost: StepCost, *, sequences: int, extra: float) -> bool:
     """Whether looked-up tokens can be worth their rows in a batch of this size; if not, nor is finding them."""
-    return sequences / cost.forward_ms(sequences) * _row_ms(cost, sequences) * extra <= _MOST_PRICE_OF_LOOKUP
+    return row_price(cost, sequences=sequences, extra=extra) <= _MOST_PRICE_OF_LOOKUP
+
+
+def row_price(cost: StepCost, *, sequences: int, extra: float) -> float:
+    """How many tokens a vanilla step of this batch brings in the time that one more row takes."""
+    return sequences / cost.forward_ms(sequences) * _row_ms(cost, sequences) * extra
 
 
 def _row_ms(cost: StepCost, rows: int) -> float:

@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 
 from backends.cost_keeping import CostKeeping
 from backends.engine_core import Emission, EngineCore
+from backends.kv_cache import IntegrityError
 from backends.types import (
+    ENGINE_FAILED,
     DecodeCounters,
     EngineLoad,
     EngineStopped,
     GenerationRequest,
     ModelInfo,
+    RequestRefused,
     StepSample,
     TokenChunk,
 )
@@ -60,7 +63,7 @@ class _Inbox:
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     added: deque[GenerationRequest] = field(default_factory=deque)
-    aborted: deque[str] = field(default_factory=deque)
+    aborted: deque[Generation] = field(default_factory=deque)
     stopping: bool = False
 
 
@@ -113,7 +116,7 @@ class Engine:
         """Free a request's pages before the next step; its stream ends with reason "abort". Harmless if it is over."""
         with self._inbox.changed:
             if self._handles.get(handle.request_id) is handle:
-                self._inbox.aborted.append(handle.request_id)
+                self._inbox.aborted.append(handle)
                 self._inbox.changed.notify()
 
     def load(self) -> EngineLoad:
@@ -125,6 +128,10 @@ class Engine:
     def take_steps(self) -> list[StepSample]:
         samples = self._core.samples
         return [samples.popleft() for _ in range(len(samples))]
+
+    def optional_failures(self) -> dict[str, int]:
+        """How often parts that the engine can do without have failed, see :mod:`backends.optional_parts`."""
+        return self._core.optional.failures()
 
     def keep_cost(self) -> bool:
         return self._keeping is not None and self._keeping.refine(self._core.calibration.learned())
@@ -141,18 +148,30 @@ class Engine:
         try:
             while self._take_orders():
                 try:
-                    self._deliver(self._core.step())
+                    emissions = self._core.step()
                     failures = 0
-                except Exception as error:
+                except Exception:
                     failures += 1
-                    log.exception("a step failed; its requests end with an error")
-                    self._deliver(self._core.fail_step(f"{type(error).__name__}: {error}"))
-                    if failures >= _STEPS_TO_DIE:
-                        log.critical("%d steps failed in a row; the engine stops", failures)
-                        return
+                    # The words are for the log only: they may tell paths, addresses or numbers of the device.
+                    log.exception("a step failed; these requests end with an error: %s", self._core.in_step)
+                    emissions = self._core.fail_step(ENGINE_FAILED)
+                # Before anybody can know that an answer is over.
                 self._load = self._core.load()
+                self._deliver(emissions)
+                if failures >= _STEPS_TO_DIE:
+                    log.critical("%d steps failed in a row; the engine stops", failures)
+                    return
+                if not self._core.has_work:
+                    self._check_books()
         finally:
             self._stop()
+
+    def _check_books(self) -> None:
+        """Nothing runs: every page must be back. An engine that has lost one still answers, until they run out."""
+        try:
+            self._core.check_integrity()
+        except IntegrityError as error:
+            log.critical("the engine is idle, and its pages don't add up, which is a bug: %s", error)
 
     def _take_orders(self) -> bool:
         """Wait for work and take in what was asked; False when it is time to stop."""
@@ -167,13 +186,19 @@ class Engine:
         for request in added:
             try:
                 self._core.add(request)
-            except Exception as error:  # one bad request must not end the thread
+            except RequestRefused as error:
+                log.warning("request %s is refused: %s", request.request_id, error)
                 refused.append((request.request_id, TokenChunk(text="", finish_reason="error", error=str(error))))
-        for request_id in aborted:
-            self._core.abort(request_id)
-            refused.append((request_id, TokenChunk(text="", finish_reason="abort")))
-        self._deliver(refused)
+            except Exception:  # one bad request must not end the thread
+                log.exception("request %s can't be taken in", request.request_id)
+                refused.append((request.request_id, TokenChunk(text="", finish_reason="error", error=ENGINE_FAILED)))
+        for handle in aborted:
+            # Its request may be over by now, and the id another's.
+            if self._handles.get(handle.request_id) is handle:
+                self._core.abort(handle.request_id)
+                refused.append((handle.request_id, TokenChunk(text="", finish_reason="abort")))
         self._load = self._core.load()
+        self._deliver(refused)
         return True
 
     def _deliver(self, emissions: list[Emission]) -> None:
@@ -201,11 +226,13 @@ class Engine:
         with self._inbox.changed:
             self._alive = False
             left = list(self._handles)
-        for request_id in left:
-            self._core.abort(request_id)
-        self._load = self._core.load()
-        self._deliver([(request_id, TokenChunk(text="", finish_reason="abort")) for request_id in left])
-        self._on_death()
+        try:
+            for request_id in left:
+                self._core.abort(request_id)
+            self._load = self._core.load()
+        finally:
+            self._deliver([(request_id, TokenChunk(text="", finish_reason="abort")) for request_id in left])
+            self._on_death()
 
 
 def _put_all(chunks: list[tuple[Generation, TokenChunk]]) -> None:

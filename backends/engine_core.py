@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,13 +18,29 @@ from backends.drafting import Draft, DraftRequest, least_survival, lookup_pays, 
 from backends.gate import DraftGate
 from backends.kv_cache import PagePool
 from backends.lookup import Continuation
+from backends.optional_parts import OptionalParts
+from backends.prompt_share import share_rows
 from backends.runner import HeadsRunner, ModelRunner, Proposals
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
-from backends.types import EngineLoad, FinishReason, GenerationRequest, StepSample, TokenChunk
-from backends.verify import AcceptResult, Candidate, verify
+from backends.tree import MAX_DEPTH
+from backends.types import (
+    ENGINE_FAILED,
+    NOT_FINITE,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    RequestRefused,
+    StepSample,
+    TokenChunk,
+)
+from backends.undrafted import Why, note_undrafted
+from backends.verify import AcceptResult, Candidate, count_sound, verify
+
+log = logging.getLogger(__name__)
 
 _MOST_SAMPLES = 4096
+_NO_DRAFT = Draft()
 Emission = tuple[str, TokenChunk]
 # Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
 Observer = Callable[[str, int, int, torch.Tensor], None]
@@ -108,10 +126,18 @@ class EngineCore:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
         self._in_step: list[Sequence] = []
+        # What is to be told outlives a step that breaks: it is kept here until it is taken.
+        self._outbox: list[Emission] = []
+        self.optional = OptionalParts(clock)
 
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._running)
+
+    @property
+    def in_step(self) -> list[str]:
+        """Whose rows are in the present or last step."""
+        return list(dict.fromkeys(sequence.id for sequence in self._in_step))
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -124,12 +150,12 @@ class EngineCore:
         )
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. Raises ValueError for one that can never run (the gateway refuses it before)."""
+        """Queue a request. Raises :class:`RequestRefused` for one that can never run; the gateway does so before."""
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens
         if not request.prompt_token_ids:
-            raise ValueError("the prompt has no tokens")
+            raise RequestRefused("the prompt has no tokens")
         if request.sampling.max_tokens < 1:
-            raise ValueError("max_tokens must be at least 1")
+            raise RequestRefused("max_tokens must be at least 1")
         vocabulary = self.runner.vocab_size
         for name, ids in (
             ("prompt_token_ids", request.prompt_token_ids),
@@ -137,13 +163,13 @@ class EngineCore:
             ("logit_bias", request.sampling.logit_bias),
         ):
             if any(not 0 <= token_id < vocabulary for token_id in ids):
-                raise ValueError(f"{name} holds a token id outside the vocabulary of {vocabulary}")
+                raise RequestRefused(f"{name} holds a token id outside the vocabulary of {vocabulary}")
         if longest > self.config.max_model_len or PagePool.pages_for(longest) > self._pool.num_pages:
-            raise ValueError(
+            raise RequestRefused(
                 f"{longest} tokens of prompt and answer don't fit the context of {self.config.max_model_len}"
             )
         if request.request_id in self._running or any(request.request_id == s.id for s in self._waiting):
-            raise ValueError(f"request id {request.request_id!r} is already in use")
+            raise RequestRefused(f"request id {request.request_id!r} is already in use")
         self._waiting.append(Sequence(request, self.tokenizer, self.config.eos_token_ids, self._clock()))
 
     def abort(self, request_id: str) -> None:
@@ -158,71 +184,117 @@ class EngineCore:
                 return
 
     def step(self) -> list[Emission]:
-        """Schedule, one packed forward, verify, commit, draft for the next step, emit."""
+        """Schedule, one packed forward, verify, commit, draft for the next step, emit.
+
+        Raises what broke the step as a whole; :meth:`fail_step` then says what is to be told all the same.
+        """
+        self._in_step = list(self._running.values())
         now = self._clock()
-        emissions = self._expire(now)
-        for sequence in self._running.values():
-            sequence.hurry(now)
+        self._expire(now)
+        with self.optional.pace:
+            for sequence in self._running.values():
+                sequence.hurry(now)
         self._admit(now)
         self._in_step = list(self._running.values())
         step = self._schedule()
-        if not step.batch.rows:
-            return emissions
-        self._in_step = [*(item.sequence for item in step.scheduled), *(sequence for sequence, _ in step.chunks)]
+        if step.batch.rows:
+            self._in_step = [*(item.sequence for item in step.scheduled), *(sequence for sequence, _ in step.chunks)]
+            self._run(step)
+        return self._take_outbox()
+
+    def _run(self, step: _Step) -> None:
         began = self._clock()
         hidden = self.runner.forward(step.batch.build())
         for sequence, count in step.chunks:
             sequence.computed += count
+            self._index(sequence, count)
         if not step.scheduled:
-            return emissions
+            return
         logits = self.runner.logits(hidden)
         results = verify(self.runner, logits, [self._candidate(item) for item in step.scheduled])
-        for item, result in zip(step.scheduled, results, strict=True):
+        sound = count_sound(logits, [item.first_row for item in step.scheduled], results, self.runner.vocab_size)
+        for item, result, count in zip(step.scheduled, results, sound, strict=True):
             try:
-                self._accept(item, result, logits)
+                self._accept(item, result, count, logits)
             except Exception as error:  # one request's text must not take the others down
-                item.sequence.finish_reason, item.sequence.error = "error", f"{type(error).__name__}: {error}"
+                self._give_up(item.sequence, error)
         self._commit(step.scheduled, results)
         decoded = [item for item in step.scheduled if item.decoding and item.emitted]
         # What drafting costs over the table's word, in all books of this step.
-        factor = self.calibration.factor(len(decoded))
-        self._judge(step, decoded, factor)
-        proposals = self._propose(step, results, hidden)
-        self._count(step, decoded, factor, began, self._proposing_ms(proposals))
+        factor = 1.0
+        with self.optional.judging:
+            factor = self.calibration.factor(len(decoded))
+            self._judge(step, decoded, factor)
+        proposals = self._propose_if_possible(step, results, hidden)
+        ended = self._clock()
         for item in step.scheduled:
-            emissions.append((item.sequence.id, item.sequence.take_chunk()))
-            if item.sequence.finish_reason is not None:
-                self._retire(item.sequence)
-        return emissions
+            item.sequence.counts.steps += 1
+            item.sequence.stamp(ended)
+        with self.optional.counting:
+            self._count(step, decoded, factor, began, ended, self._proposing_ms(proposals))
+        for item in step.scheduled:
+            self._emit(item.sequence)
 
     def fail_step(self, message: str) -> list[Emission]:
-        """End what had rows in the step that just broke as a whole; everything, if it broke before rows were dealt."""
-        broken = {sequence.id: sequence for sequence in self._in_step if sequence.id in self._running}
-        return [emission for sequence in broken.values() for emission in self._end(sequence, "error", message)]
+        """What is to be told after a step that broke as a whole. What had rows in it ends with ``message``, which the
+        client reads; everything, if it broke before rows were dealt. An answer that was complete by then stays one.
+        """
+        ended = {request_id for request_id, chunk in self._outbox if chunk.finish_reason is not None}
+        for sequence in self._in_step:
+            if self._running.get(sequence.id) is not sequence:
+                continue
+            if sequence.id in ended:
+                self._retire(sequence)
+            else:
+                self._end(sequence, "error", message)
+        return self._take_outbox()
 
     def check_integrity(self) -> None:
         """Raises :class:`backends.kv_cache.IntegrityError` unless pages and sequences add up."""
         self._pool.check_integrity(self._running)
 
-    def _expire(self, now: float) -> list[Emission]:
+    def _take_outbox(self) -> list[Emission]:
+        emissions, self._outbox = self._outbox, []
+        return emissions
+
+    def _expire(self, now: float) -> None:
         late = [
             s
             for s in (*self._waiting, *self._running.values())
             if s.request.deadline_s is not None and now - s.arrived >= s.request.deadline_s
         ]
-        return [emission for sequence in late for emission in self._end(sequence, "deadline", None)]
+        for sequence in late:
+            self._end(sequence, "deadline", None)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> list[Emission]:
-        sequence.finish_reason, sequence.error = reason, error
-        sequence.finished_at = self._clock()
-        chunk = sequence.take_chunk()
-        self.abort(sequence.id)
-        return [(sequence.id, chunk)]
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None) -> None:
+        """End a sequence before its answer is over, unless it is."""
+        if sequence.finish_reason is None:
+            sequence.finish_reason, sequence.error = reason, error
+        if sequence.finished_at is None:
+            sequence.finished_at = self._clock()
+        self._emit(sequence)
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> None:
+        """End one sequence for what its own text raised. Kind and place are logged; the words may quote that text."""
+        frames = "".join(traceback.format_tb(error.__traceback__))
+        log.error("request %s failed: %s at\n%s", sequence.id, type(error).__qualname__, frames.rstrip())
+        sequence.finish_reason, sequence.error = "error", ENGINE_FAILED
+
+    def _emit(self, sequence: Sequence) -> None:
+        """What the sequence has to tell; the last chunk takes it out of the books."""
+        try:
+            chunk = sequence.take_chunk()
+        except Exception as error:
+            self._give_up(sequence, error)
+            chunk = TokenChunk(text="", finish_reason="error", error=ENGINE_FAILED)
+        self._outbox.append((sequence.id, chunk))
+        if chunk.finish_reason is not None:
+            self.abort(sequence.id)
 
     def _retire(self, sequence: Sequence) -> None:
-        sequence.status = SequenceStatus.FINISHED
-        del self._running[sequence.id]
         self._pool.release(sequence.id)
+        del self._running[sequence.id]
+        sequence.status = SequenceStatus.FINISHED
 
     def _admit(self, now: float) -> None:
         """First come, first served: a long request is not overtaken for ever by short ones."""
@@ -239,22 +311,11 @@ class EngineCore:
         decoding = [s for s in self._running.values() if s.status is SequenceStatus.DECODE]
         chunks = self._prompt_chunks(len(decoding))
         prompt_rows = sum(count for _, count in chunks)
-        extra = self.calibration.extra(len(decoding))
-        look_up = bool(decoding) and lookup_pays(self.cost, sequences=len(decoding), extra=extra)
-        requests = {}
-        for index, sequence in enumerate(decoding):
-            request = self._draft_request(sequence, look_up)
-            if request is not None:
-                requests[index] = request
-        drafts = plan_drafts(
-            requests,
-            sequences=len(decoding),
-            other_rows=prompt_rows,
-            room=self.config.max_rows - len(decoding) - prompt_rows,
-            cost=self.cost,
-            soon=len(self._running) - len(decoding),
-            extra=extra,
-        )
+        extra, requests, drafts = self._plan(decoding, prompt_rows)
+        with self.optional.judging:
+            for index, sequence in enumerate(decoding):
+                if not drafts.get(index, _NO_DRAFT).tokens and sequence.speculation.enabled:
+                    note_undrafted(sequence, requests.get(index), self.cost, len(decoding), extra)
         batch = BatchBuilder(self._scratch_base)
         scheduled = []
         for index, sequence in enumerate(decoding):
@@ -273,49 +334,99 @@ class EngineCore:
             batch.add_chunk(sequence.pages, sequence.tokens[start : start + count], start, last_output=last)
         if not batch.rows:
             return _Step(scheduled, batch, chunks)
-        proposing_ms = self._proposing_ms([s.proposals for s in decoding if s.proposals is not None])
-        looked_up = sum(len(item.draft.from_lookup) for item in scheduled)
         nodes = batch.rows - len(decoding) - prompt_rows
 
         def decode_ms(nodes: int) -> float:
             return self.cost.decode_ms(len(decoding), nodes, prompt_rows)
 
-        return _Step(
-            scheduled,
-            batch,
-            chunks,
-            nodes,
-            spent_ms=decode_ms(nodes) + proposing_ms,
-            vanilla_ms=decode_ms(0),
-            heads_ms=decode_ms(nodes - looked_up) + proposing_ms,
-        )
+        with self.optional.counting:
+            proposing_ms = self._proposing_ms([s.proposals for s in decoding if s.proposals is not None])
+            looked_up = sum(len(item.draft.from_lookup) for item in scheduled)
+            return _Step(
+                scheduled,
+                batch,
+                chunks,
+                nodes,
+                spent_ms=decode_ms(nodes) + proposing_ms,
+                vanilla_ms=decode_ms(0),
+                heads_ms=decode_ms(nodes - looked_up) + proposing_ms,
+            )
+        return _Step(scheduled, batch, chunks, nodes)
+
+    def _plan(
+        self, decoding: list[Sequence], prompt_rows: int
+    ) -> tuple[float, dict[int, DraftRequest], dict[int, Draft]]:
+        """What one more row takes over the table's word; what each sequence may draft, and what it does, by index.
+
+        Nothing when planning fails.
+        """
+        requests: dict[int, DraftRequest] = {}
+        if self.optional.planning.ready():
+            with self.optional.planning:
+                extra = self.calibration.extra(len(decoding))
+                look_up = bool(decoding) and lookup_pays(self.cost, sequences=len(decoding), extra=extra)
+                for index, sequence in enumerate(decoding):
+                    request = self._draft_request(sequence, look_up)
+                    if request is not None:
+                        requests[index] = request
+                drafts = plan_drafts(
+                    requests,
+                    sequences=len(decoding),
+                    other_rows=prompt_rows,
+                    room=self.config.max_rows - len(decoding) - prompt_rows,
+                    cost=self.cost,
+                    soon=len(self._running) - len(decoding),
+                    extra=extra,
+                )
+                if any(not 0 <= token < self.runner.vocab_size for each in drafts.values() for token in each.tokens):
+                    raise ValueError("a draft holds a token outside the vocabulary")
+                return extra, requests, drafts
+        for sequence in decoding:
+            sequence.proposals, sequence.unasked = None, Why.FAILED
+        return 1.0, {}, {}
 
     def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
         """Which prompts go on, by how many tokens. Beside decoding sequences they get ``prefill_rows`` at most."""
-        budget = self.config.prefill_rows if decoding else self.config.max_rows
-        chunks = []
-        for sequence in self._running.values():
-            if sequence.status is SequenceStatus.PREFILL and budget:
-                count = min(sequence.prompt_length - sequence.computed, budget)
-                budget -= count
-                chunks.append((sequence, count))
-        return chunks
+        rows = self.config.prefill_rows if decoding else self.config.max_rows
+        reading = [s for s in self._running.values() if s.status is SequenceStatus.PREFILL]
+        if not reading:
+            return []
+        shares = share_rows([sequence.prompt_length - sequence.computed for sequence in reading], rows)
+        return [(sequence, share) for sequence, share in zip(reading, shares, strict=True) if share]
 
     def _draft_request(self, sequence: Sequence, look_up: bool) -> DraftRequest | None:
         """None when there is nothing to draft from or no use for it."""
         plan, longest = sequence.request.plan, sequence.remaining - 1
-        lookup = sequence.lookup.find() if sequence.lookup is not None and look_up and longest > 0 else None
+        lookup = self._look_up(sequence) if look_up and longest > 0 else None
         if longest <= 0 or (sequence.proposals is None and lookup is None):
             return None
         return DraftRequest(
             proposals=sequence.proposals,
             max_nodes=len(plan.tree) if plan.tree is not None else plan.max_nodes,
-            max_depth=min(plan.num_heads, longest),
+            max_depth=min(plan.num_heads, longest, MAX_DEPTH),
             trust=sequence.speculation.trust,
             tree=plan.tree,
             lookup=lookup,
-            longest=longest,
+            longest=min(longest, MAX_DEPTH),
         )
+
+    def _look_up(self, sequence: Sequence) -> Continuation | None:
+        """What followed the same tokens before. An index that fails is given up."""
+        if sequence.lookup is None:
+            return None
+        with self.optional.lookup:
+            return sequence.lookup.find()
+        sequence.lookup = None
+        return None
+
+    def _index(self, sequence: Sequence, count: int) -> None:
+        """Keep the index of a long prompt up with its reading, so that no single step has all of it to do."""
+        if sequence.lookup is None:
+            return
+        with self.optional.lookup:
+            sequence.lookup.index(count)
+            return
+        sequence.lookup = None
 
     def _candidate(self, item: _Scheduled) -> Candidate:
         sequence = item.sequence
@@ -328,16 +439,19 @@ class EngineCore:
             acceptance=sequence.request.plan.acceptance,
         )
 
-    def _accept(self, item: _Scheduled, result: AcceptResult, logits: torch.Tensor) -> None:
-        """Append the verified tokens up to the first that ends the answer."""
+    def _accept(self, item: _Scheduled, result: AcceptResult, sound: int, logits: torch.Tensor) -> None:
+        """Append the verified tokens up to the first that ends the answer; the ``sound`` first ones."""
         sequence = item.sequence
-        for token, row in zip(result.tokens, result.rows, strict=True):
+        for token, row in zip(result.tokens[:sound], result.rows[:sound], strict=True):
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])
             item.emitted.append(token)
             item.of_heads += row > 0 and row not in item.draft.from_lookup
             if sequence.accept(token, logits, item.first_row + row):
                 return
+        if sound < len(result.tokens):
+            log.error("request %s ends: the model's logits are not finite", sequence.id)
+            sequence.finish_reason, sequence.error = "error", NOT_FINITE
 
     def _judge(self, step: _Step, decoded: list[_Scheduled], factor: float) -> None:
         """What this step says about drafting in the next: for each sequence, and for batches of this size."""
@@ -358,12 +472,19 @@ class EngineCore:
                     step_ms=heads_ms,
                 )
 
-    def _count(self, step: _Step, decoded: list[_Scheduled], factor: float, began: float, proposing_ms: float) -> None:
+    def _count(
+        self,
+        step: _Step,
+        decoded: list[_Scheduled],
+        factor: float,
+        began: float,
+        ended: float,
+        proposing_ms: float,
+    ) -> None:
         """Books of the step. A sequence bears its share of a vanilla step, and of the rest what its own drafts cost.
 
         ``proposing_ms``: what the heads that have run in it cost by the table.
         """
-        ended = self._clock()
         measured_ms = (ended - began) * 1e3
         with_drafts = step.spent_ms > step.vanilla_ms
         spent_ms = step.spent_ms * factor if with_drafts else step.spent_ms
@@ -403,9 +524,6 @@ class EngineCore:
                 spent_ms=step.vanilla_ms / len(decoded) + own_ms,
                 measured_ms=decoding_ms / len(decoded),
             )
-        for item in step.scheduled:
-            item.sequence.counts.steps += 1
-            item.sequence.stamp(ended)
         kind = "prefill" if step.chunks else "verification" if step.nodes else "vanilla"
         without_ms = self.cost.forward_ms(step.batch.rows - step.nodes)
         self.samples.append(StepSample(kind, step.batch.rows, ended - began, without_ms / 1e3))
@@ -431,24 +549,40 @@ class EngineCore:
         levels = max(self.heads.num_heads if found.levels is None else found.levels for found in proposals)
         return self.cost.levels_ms(sum(found.lists for found in proposals), levels, self.heads.num_heads)
 
+    def _propose_if_possible(self, step: _Step, results: list[AcceptResult], hidden: torch.Tensor) -> list[Proposals]:
+        """The heads' guesses for the next step, put into the sequences; none when they fail or failed lately."""
+        for item in step.scheduled:
+            item.sequence.proposals, item.sequence.unasked = None, Why.FAILED
+        if self.optional.planning.rests or not self.optional.heads.ready():
+            return []
+        with self.optional.heads:
+            return self._propose(step, results, hidden)
+        for item in step.scheduled:
+            item.sequence.proposals, item.sequence.unasked = None, Why.FAILED
+        return []
+
     def _propose(self, step: _Step, results: list[AcceptResult], hidden: torch.Tensor) -> list[Proposals]:
         """Run the heads where the next step may use them.
 
         A tree that the plan itself asks for is always used, and a probe always asks.
         """
-        going_on = []
-        for item, result in zip(step.scheduled, results, strict=True):
-            item.sequence.proposals = None
-            if item.sequence.finish_reason is None:
-                going_on.append((item.sequence, item.first_row + result.rows[-1]))
+        going_on = [
+            (item.sequence, item.first_row + result.rows[-1])
+            for item, result in zip(step.scheduled, results, strict=True)
+            if item.sequence.finish_reason is None
+        ]
         wanting = [
             (sequence, row)
             for sequence, row in going_on
             if sequence.speculation.wants_proposals and sequence.remaining > 1
         ]
+        _say_unasked(going_on, Why.NOTHING if self.heads is None else Why.PAUSED)
         # Prompts being read are sequences of the steps to come.
         reading = sum(sequence.status is SequenceStatus.PREFILL for sequence in self._running.values())
-        if wanting and not self.gate.allows(len(going_on) + reading):
+        batch = len(going_on) + reading
+        if self.heads is not None and wanting and not self.gate.allows(batch):
+            why = Why.REFERENCE if self.gate.is_open(batch) else Why.GATE
+            _say_unasked(wanting, why, self.gate.speedup(batch))
             wanting = [
                 (sequence, row)
                 for sequence, row in wanting
@@ -477,3 +611,8 @@ class EngineCore:
         for sequence, found in zip(sequences, proposals, strict=True):
             sequence.proposals = found
         return proposals
+
+
+def _say_unasked(sequences: Iterable[tuple[Sequence, int]], why: str, gate_speedup: float = 0.0) -> None:
+    for sequence, _ in sequences:
+        sequence.unasked, sequence.gate_speedup = why, gate_speedup

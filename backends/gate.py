@@ -49,13 +49,18 @@ class DraftGate:
     def allows(self, sequences: int) -> bool:
         """Whether the heads should run for the next step of ``sequences`` decoding sequences."""
         bucket = self._bucket(sequences)
-        is_open = self._open.get(bucket)
-        if is_open is None:
-            is_open = self._open[bucket] = self.speedup(sequences) >= _CLOSE_AT
-        if is_open:
+        if self.is_open(sequences):
             return not self._is_reference(bucket)
         self._denied[bucket] = self._denied.get(bucket, 0) + 1
         return self._denied[bucket] % _PROBE_EVERY == 0
+
+    def is_open(self, sequences: int) -> bool:
+        """Whether drafting is thought to pay in a batch of this size."""
+        bucket = self._bucket(sequences)
+        is_open = self._open.get(bucket)
+        if is_open is None:
+            is_open = self._open[bucket] = self.speedup(sequences) >= _CLOSE_AT
+        return is_open
 
     def observe(self, sequences: int, *, accepted: int, vanilla_ms: float, step_ms: float) -> None:
         """A step with proposals: ``accepted`` draft tokens over all its sequences, and what it cost by the table."""

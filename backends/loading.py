@@ -18,7 +18,7 @@ from backends.calibration import Calibration
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
 from backends.cost import StepCost
 from backends.cost_keeping import CostKeeping
-from backends.cost_probe import CostProbe
+from backends.cost_probe import MEASURE_S, CostProbe
 from backends.cost_stores import CostStore
 from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.engine import Engine
@@ -33,9 +33,10 @@ from backends.runner import ModelRunner
 from backends.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
 from backends.tiny_architectures import tiny_architecture
 from backends.tokenizer import HfTokenizer
-from backends.types import ModelInfo
+from backends.types import START_LOG, ModelInfo
 
 log = logging.getLogger(__name__)
+start_log = logging.getLogger(START_LOG)
 
 # Where a model's config.json says that it was adapted together with its heads, and from which model.
 ADAPTATION_NOTE = "medusa_gateway"
@@ -88,7 +89,10 @@ def open_engine(options: EngineOptions, cost_stores: Sequence[CostStore] = ()) -
 
     Raises OSError or ValueError for what the user can mend.
     """
+    began = time.monotonic()
+    start_log.info("loading %s", options.model or f"the demo model {DEMO_MODEL_NAME}")
     loaded = build_core(load_parts(options), options, cost_stores=cost_stores)
+    start_log.info("%s is ready after %.0f s", loaded.info.name, time.monotonic() - began)
     if loaded.core.runner.kind == "native":
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
@@ -196,6 +200,7 @@ def build_core(
     if cost is None:
         facts = facts_of(runner, model.config, heads, options.quantize)
         keeping = CostKeeping(facts, cost_stores, time.time, measure_anew=options.measure_anew)
+        start_log.info("%s: measuring what steps cost (about %g s at most)", parts.name, MEASURE_S)
         with torch_resting(runner):
             record = keeping.open(CostProbe(runner, bound))
         cost, factors = record.cost, record.factors

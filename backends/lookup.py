@@ -19,6 +19,8 @@ _DEPTH = 8
 _PRIOR = (0.55, 0.65, 0.75, 0.85)
 _PRIOR_WEIGHT = 3.0
 _DECAY = 0.95
+# Places that one look may take into the index: a long prompt's are taken in as it is read, a chunk in each step.
+_MOST_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,7 @@ class Lookup:
         tokens, end = self._tokens, len(self._tokens)
         if end <= _GRAM:
             return None
-        # The place behind every gram but the last, which would find itself.
-        for place in range(max(self._indexed, _GRAM), end):
-            self._after[tuple(tokens[place - _GRAM : place])] = place
-        self._indexed = end
+        self.index(_MOST_AT_ONCE)
         place = self._after.get(tuple(tokens[end - _GRAM :]))
         if place is None:
             return None
@@ -58,6 +57,15 @@ class Lookup:
         # A text that repeats itself runs on into its own repetition.
         found = [tokens[place + i % (end - place)] for i in range(_DEPTH)]
         return Continuation(found, [self._chance(agreed + depth) for depth in range(_DEPTH)], agreed)
+
+    def index(self, most: int) -> None:
+        """Take in the next ``most`` places; what is not indexed yet is not found, or an older place in its stead."""
+        tokens, begin = self._tokens, max(self._indexed, _GRAM)
+        # The place behind every gram but the last, which would find itself.
+        end = min(begin + most, len(tokens))
+        for place in range(begin, end):
+            self._after[tuple(tokens[place - _GRAM : place])] = place
+        self._indexed = max(begin, end)
 
     def observe(self, guess: Continuation, emitted: Sequence[int]) -> None:
         """The tokens that came instead, or after all."""

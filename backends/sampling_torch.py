@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from backends.runner import RowSampling
@@ -12,7 +14,8 @@ def draw_rows(logits: torch.Tensor, params: RowSampling) -> list[int]:
 
     With a filter the kept tokens are taken most probable first, else in order of their ids; the token is the first
     whose cumulative weight exceeds the uniform number's share of the total. Rows are handled one by one, so that a
-    row's token does not depend on which other rows are drawn.
+    row's token does not depend on which other rows are drawn. A row from which nothing can be drawn, as its logits are
+    not finite, gives -1.
     """
     return [
         _draw_row(
@@ -45,5 +48,9 @@ def _draw_row(row: torch.Tensor, temperature: float, top_k: int, top_p: float, m
         ids = ids[: len(keep)][keep]
     cumulative = torch.cumsum(weights, 0)
     index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    index = min(index, len(weights) - 1)
+    if index == len(weights):
+        # The share was rounded up to the total; or there is no total, and no comparison with it holds.
+        if not math.isfinite(float(cumulative[-1])):
+            return -1
+        index -= 1
     return index if ids is None else int(ids[index])

@@ -16,6 +16,7 @@ from backends.speculation import Speculation
 from backends.text import TextStream
 from backends.tokenizer import HfTokenizer
 from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
+from backends.undrafted import Undrafted, Why
 
 
 class SequenceStatus(Enum):
@@ -43,7 +44,8 @@ class Counts:
 class Sequence:
     """``tokens``: prompt and answer. Keys and values are in the cache for the first ``computed`` of them.
 
-    While decoding that is all but the last, the *pending* token.
+    While decoding that is all but the last, the *pending* token. ``unasked``: why it has no ``proposals``, and
+    ``gate_speedup`` what the gate said then.
     """
 
     request: GenerationRequest
@@ -58,6 +60,9 @@ class Sequence:
     processor: LogitProcessor | None = None
     speculation: Speculation = field(init=False)
     lookup: Lookup | None = None
+    undrafted: Undrafted = field(default_factory=Undrafted)
+    unasked: str = Why.NOTHING
+    gate_speedup: float = 0.0
     text: TextStream = field(init=False)
     counts: Counts = field(default_factory=Counts)
     finish_reason: FinishReason | None = None
@@ -190,6 +195,9 @@ class Sequence:
         reason = plan.reason
         if self.speculation.pauses:
             reason += f"; went vanilla {self.speculation.pauses} time(s) when drafts did not pay"
+        # The first token comes out of the prompt, which nothing can be drafted for.
+        if unused := self.undrafted.reason(counts.steps - 1):
+            reason += f"; {unused}"
         if self.behind is not None:
             reason += f"; {self.behind.reason}"
         return GenerationStats(

@@ -13,6 +13,12 @@ Acceptance = Literal["exact", "typical"]
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 StepKind = Literal["prefill", "verification", "vanilla"]
 
+START_LOG = "backends.start"
+"""The logger of what takes its time at a start, at INFO: shown on the console unless only errors are asked for."""
+ENGINE_FAILED = "the engine failed on this request; its log says why"
+NOT_FINITE = "the model's logits are not finite"
+"""What a client is told of a failure (:attr:`TokenChunk.error`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -169,7 +175,8 @@ class GenerationStats:
 class TokenChunk:
     """What one step added to one sequence: text that is safe to show, and the tokens behind it.
 
-    ``finish_reason`` is set on the last chunk only, together with ``stats``; ``error`` explains reason "error".
+    ``finish_reason`` is set on the last chunk only, together with ``stats``; ``error`` explains reason "error" to the
+    client: never an exception's own words, which may tell paths, addresses or somebody's text.
     ``num_tokens`` counts completion tokens so far, after any cut at a stop.
     """
 
@@ -293,6 +300,10 @@ class ChatTokenizer(Protocol):
         ...
 
     def decode(self, token_ids: list[int]) -> str: ...
+
+
+class RequestRefused(ValueError):
+    """A request that the engine can never run. The words are for whoever sent it."""
 
 
 class EngineStopped(RuntimeError):

@@ -9,14 +9,16 @@ enough, p > min(epsilon, alpha * exp(-entropy)); faster at high temperature, but
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
 from backends.drafting import Draft
 from backends.runner import ModelRunner
-from backends.sampling import LogitProcessor, Visit, draw_tokens
+from backends.sampling import LogitProcessor, Visit, draw_tokens, logits_at
 from backends.types import Acceptance, SamplingParams
 
 TYPICAL_EPSILON = 0.09
@@ -80,6 +82,31 @@ def verify(runner: ModelRunner, logits: torch.Tensor, candidates: SequenceOf[Can
                 following.append(i)
         active = following
     return results
+
+
+def count_sound(
+    logits: torch.Tensor, first_rows: SequenceOf[int], results: SequenceOf[AcceptResult], vocabulary: int
+) -> list[int]:
+    """How many tokens of each result may be used: those before the first that was drawn from a broken row.
+
+    Such a row (a NaN somewhere in the weights) gives any token, also one outside the vocabulary.
+    """
+    sound: list[int] = []
+    drawn: list[tuple[int, int]] = []
+    for first_row, result in zip(first_rows, results, strict=True):
+        inside = len(result.tokens)
+        if min(result.tokens) < 0 or max(result.tokens) >= vocabulary:
+            inside = next(i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary)
+        sound.append(inside)
+        drawn += [(first_row + result.rows[i], result.tokens[i]) for i in range(inside)]
+    # One look for all tokens of the step.
+    values = logits_at(logits, drawn)
+    if all(map(math.isfinite, values)):
+        return sound
+    return [
+        next((i for i, value in enumerate(values[end - count : end]) if not math.isfinite(value)), count)
+        for end, count in zip(accumulate(sound), sound, strict=True)
+    ]
 
 
 def _follow_typical(

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from backends.types import Decoder, EngineStopped, GenerationHandle, GenerationRequest, TokenChunk
+from backends.types import (
+    ENGINE_FAILED,
+    NOT_FINITE,
+    Decoder,
+    EngineStopped,
+    GenerationHandle,
+    GenerationRequest,
+    TokenChunk,
+)
 from gateway.admission import Ticket
 from gateway.errors import APIError, ClientDisconnected, EngineFailure, Unavailable, shutting_down
+
+logger = logging.getLogger("gateway")
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
@@ -21,11 +32,17 @@ class Generation:
     the client leaves, or after the response is over.
     """
 
-    def __init__(self, decoder: Decoder, requests: Sequence[GenerationRequest], ticket: Ticket) -> None:
-        """Submits every sequence. Raises :class:`Unavailable`, with nothing left submitted, if the engine is gone."""
+    def __init__(
+        self, decoder: Decoder, requests: Sequence[GenerationRequest], ticket: Ticket, client_id: str = ""
+    ) -> None:
+        """Submits every sequence. Raises :class:`Unavailable`, with nothing left submitted, if the engine is gone.
+
+        ``client_id``: by what the client knows the request (x-request-id), for the log.
+        """
         if ticket.aborted:
             raise shutting_down()
         self._ticket = ticket
+        self._requests, self._client_id = requests, client_id
         self._handles: list[GenerationHandle] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._closed = False
@@ -77,7 +94,9 @@ class Generation:
         if reason is None:
             return
         if reason == "error":
-            raise EngineFailure(f"The engine failed on this request: {chunk.error or 'no reason given'}.")
+            logger.error("request %s: the engine failed on %s", self._client_id, self._requests[index].request_id)
+            # One of two constants, whatever the engine says: no exception's words reach a client.
+            raise EngineFailure(f"No answer: {NOT_FINITE if chunk.error == NOT_FINITE else ENGINE_FAILED}.")
         if reason == "abort":
             raise self._cut_short()
         self.unfinished -= 1

@@ -168,7 +168,8 @@ async def answer_call(
         if deadline_s is not None:
             deadline_s = max(deadline_s - (gateway.clock() - arrived), 0.0)
         sampling = replace(sampling, temperature=planned.decision.temperature)
-        sequences = _sequences(answer_id, prompts, budgets, sampling, seed, body.n or 1, planned, deadline_s)
+        seeds = seeds_of(seed, len(prompts), body.n or 1, given=body.seed is not None)
+        sequences = _sequences(answer_id, prompts, budgets, sampling, seeds, planned, deadline_s)
         gateway.controller.record(
             DecisionRecord(answer_id, planned.facts, planned.decision, gateway.wall_clock(), planned.as_dict()),
             request_id_of(request.scope, gateway.new_id),
@@ -260,7 +261,8 @@ async def _run(
     gateway: GatewayState,
 ) -> ASGIResponse:
     controller = gateway.controller
-    generation, record = Generation(served.decoder, sequences, ticket), record_of(request.scope)
+    client_id, record = request_id_of(request.scope, gateway.new_id), record_of(request.scope)
+    generation = Generation(served.decoder, sequences, ticket, client_id)
     ticket.used_tokens = answer.prompt_tokens
     try:
         if not call.body.stream:
@@ -290,29 +292,38 @@ async def _run(
         raise
 
 
+def seeds_of(seed: int, prompts: int, n: int, *, given: bool) -> list[int]:
+    """The seed of each choice of each prompt.
+
+    Where the client gave the seed, a prompt's answer doesn't depend on its neighbours in the list. Else all are
+    independent samples, also those to the same prompt.
+    """
+    return [
+        choice_seed(seed, choice if given else prompt * n + choice) for prompt in range(prompts) for choice in range(n)
+    ]
+
+
 def _sequences(
     response_id: str,
     prompts: Sequence[tuple[int, ...]],
     budgets: Sequence[int],
     sampling: SamplingParams,
-    seed: int,
-    n: int,
+    seeds: Sequence[int],
     planned: Planned,
     deadline_s: float | None,
 ) -> list[GenerationRequest]:
     """One engine request per choice, prompt by prompt, as OpenAI numbers them."""
-    single = len(prompts) * n == 1
+    n = len(seeds) // len(prompts)
     return [
         GenerationRequest(
-            request_id=response_id if single else f"{response_id}-{prompt * n + choice}",
-            prompt_token_ids=ids,
-            sampling=replace(sampling, max_tokens=budget, seed=choice_seed(seed, choice)),
+            request_id=response_id if len(seeds) == 1 else f"{response_id}-{index}",
+            prompt_token_ids=prompts[index // n],
+            sampling=replace(sampling, max_tokens=budgets[index // n], seed=seed),
             plan=planned.plan,
             deadline_s=deadline_s,
             stats_key=planned.stats_key,
         )
-        for prompt, (ids, budget) in enumerate(zip(prompts, budgets, strict=True))
-        for choice in range(n)
+        for index, seed in enumerate(seeds)
     ]
 
 

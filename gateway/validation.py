@@ -102,10 +102,7 @@ def token_budget(
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of n choices: the request's own for the first, well-mixed int64 values for the others.
-
-    Independent of the position of the prompt in a list, so that a prompt's answer doesn't depend on its neighbours.
-    """
+    """The seed of one of n choices: the request's own for the first, well-mixed int64 values for the others."""
     if choice == 0:
         return seed
     # splitmix64 (Steele, Lea, Flood 2014): neighbouring inputs give unrelated outputs.

@@ -199,9 +199,13 @@ def _shape(
         return tree.depth, len(tree), tree
     proposal = None if found is None else found.proposal
     if proposal is None:
+        unknown = (
+            f"no statistics of {facts.class_name} yet"
+            if found is None
+            else f"too few drafts of {facts.class_name} were checked yet"
+        )
         why = (
-            f"{facts.model} has {facts.model_heads} Medusa heads; no statistics of {facts.class_name} yet, so all that "
-            "the policy allows may be used"
+            f"{facts.model} has {facts.model_heads} Medusa heads; {unknown}, so all that the policy allows may be used"
         )
         stages.append(Stage("statistics", f"{most_heads} heads, {settings.nodes.high} nodes", why))
         return most_heads, settings.nodes.high, None

@@ -267,6 +267,7 @@ def decode(
         recorder.take(core.step())
         core.check_integrity()
     assert core.load().kv_pages_used == 0
+    assert not any(core.optional.failures().values()), "answers don't show that drafts or books have failed"
     return recorder
 
 

@@ -56,6 +56,20 @@ def test_prompts_and_choices_are_numbered_prompt_by_prompt(client: openai.OpenAI
     assert answer.usage.prompt_tokens == 4
 
 
+def test_without_a_seed_the_same_prompt_twice_is_two_samples(gateway: LiveGateway, client: openai.OpenAI) -> None:
+    """All answers of a request are independent, unless the client has asked for repeatable ones by a seed."""
+
+    def seeds(n: int, **seed: int) -> list[int]:
+        before = len(gateway.decoder.submitted)
+        client.completions.create(model=MODEL, prompt=["ab"] * 4, n=n, max_tokens=1, **seed)
+        return [each.sampling.seed for each in gateway.decoder.submitted[before:]]
+
+    for n in (1, 3):
+        assert len(set(seeds(n))) == 4 * n
+        assert len(set(seeds(n, seed=7))) == n
+    assert seeds(1, seed=7) == [7] * 4
+
+
 def test_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="once", temperature=0, logprobs=2, max_tokens=20)
     text, logprobs = answer.choices[0].text, answer.choices[0].logprobs

@@ -303,6 +303,15 @@ def test_a_file_that_is_no_text_is_ignored(tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"], "nothing half-written stays"
 
 
+def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path)
+    (tmp_path / "a.json").mkdir()  # nothing can be moved there
+    for text in ("one", "not to be encoded: \ud800"):
+        with pytest.raises((OSError, ValueError)):
+            store.save("a", text)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
 # In an engine.
 
 

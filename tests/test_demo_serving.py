@@ -61,8 +61,9 @@ def test_a_streamed_answer_is_decoded_with_medusa_by_default(client: OpenAI) -> 
     decoding = next(chunk.decoding for chunk in reversed(chunks) if getattr(chunk, "decoding", None))
     assert decoding["method"] == "medusa"
     assert decoding["lossless"] is True
-    assert decoding["accepted_tokens_per_step"] > 1.2
-    assert decoding["steps"] < 48
+    # Whether drafts pay is for this machine to say, and then it says so.
+    assert decoding["steps"] <= 48
+    assert decoding["drafted_tokens"] > 0 or "no candidates" in decoding["reason"]
 
 
 @pytest.mark.parametrize(
@@ -104,26 +105,31 @@ def test_special_tokens_in_a_message_have_no_power(client: OpenAI) -> None:
     assert used[0] - used[1] > 12
 
 
-def test_greedy_tokens_are_those_of_transformers() -> None:
-    """In float32, against ``generate`` itself: a reference that shares no code with the engine."""
+def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
+    """In float32, against ``generate`` itself: a reference that shares no code with the engine. By a stated cost table,
+    and without a look at the clock, the trained heads save steps on any machine."""
     import torch
 
+    from backends.calibration import Calibration
+    from backends.cost import StepCost
     from backends.loading import EngineOptions, build_core, load_parts
-    from backends.types import DecodingPlan, GenerationRequest, SamplingParams
+    from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenChunk
 
     options = EngineOptions(dtype="float32", max_model_len=512)
     parts = load_parts(options)
-    loaded = build_core(parts, options)
-    ids = loaded.tokenizer.encode_chat(CODE)
+    ids = parts.tokenizer.encode_chat(CODE)
     with torch.inference_mode():
         expected = parts.model.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
+    cost = StepCost(rows=((1, 10.0), (4, 11.0), (16, 14.0), (64, 30.0)), heads=((1, 1.0),))
+    loaded = build_core(parts, options, cost=cost)
+    loaded.core.calibration = Calibration(enabled=False)
     request = GenerationRequest("one", tuple(ids), SamplingParams(temperature=0.0, max_tokens=32), DecodingPlan())
     loaded.core.add(request)
-    found: list[int] = []
+    chunks: list[TokenChunk] = []
     while loaded.core.has_work:
-        for _, chunk in loaded.core.step():
-            found += chunk.token_ids
-    assert found == expected
+        chunks += [chunk for _, chunk in loaded.core.step()]
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected
+    assert chunks[-1].stats is not None and chunks[-1].stats.tokens_per_step > 1.2
 
 
 def test_shipped_heads_are_small_and_come_with_a_card() -> None:

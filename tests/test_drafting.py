@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
-import time
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from backends.follow import LEAST_SURVIVAL
 from backends.runner import Proposals
 from backends.tree import CandidateTree
 from tests.engine_helpers import FLAT_COST, path_rows, random_tree
+from tests.pace import yardsticks
 
 seeds = st.integers(0, 2**32).map(random.Random)
 GIVE_UP = 0.93  # how far below the best ratio the search goes on, as the planner documents
@@ -223,16 +222,9 @@ def test_nothing_is_looked_up_where_no_guess_could_pay() -> None:
 
 
 def test_allocating_nodes_for_32_sequences_is_fast() -> None:
-    """Within 200 microseconds, on a table as a CPU's. The best of several rounds counts: the machine is shared."""
+    """Some thirty microseconds where this was written: half a yardstick, on a table as a CPU's."""
     rng = random.Random(5)
     cost = StepCost(rows=((1, 9.1), (8, 11.0), (16, 14.4), (32, 22.5), (64, 39.0), (128, 74.0)))
     requests = {key: DraftRequest(guesses(rng, 4, 10), max_nodes=32, max_depth=4) for key in range(32)}
-    medians = []
-    for _ in range(5):
-        taken = []
-        for _ in range(50):
-            began = time.perf_counter_ns()
-            plan_drafts(requests, sequences=32, other_rows=0, room=200, cost=cost)
-            taken.append((time.perf_counter_ns() - began) / 1e3)
-        medians.append(statistics.median(taken))
-    assert min(medians) <= 200, medians
+    taken = yardsticks(lambda: plan_drafts(requests, sequences=32, other_rows=0, room=200, cost=cost))
+    assert taken <= 2.5, taken

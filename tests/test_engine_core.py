@@ -17,7 +17,7 @@ from backends.runner import ModelRunner
 from backends.sampling import LogitProcessor, Visit, draw_tokens
 from backends.tokenizer import HfTokenizer
 from backends.tree import CandidateTree
-from backends.types import DecodingPlan, GenerationRequest, SamplingParams
+from backends.types import ENGINE_FAILED, DecodingPlan, GenerationRequest, SamplingParams
 from tests.engine_helpers import (
     CONTEXT,
     EOS,
@@ -538,7 +538,7 @@ class TestFaults:
         assert found["g"].tokens == answers[good]
         assert found["g"].ending == ("length", None, 20)
         assert found["b"].last.finish_reason == "error"
-        assert "no such piece" in (found["b"].last.error or "")
+        assert found["b"].last.error == ENGINE_FAILED, "the exception's words are not for the client"
         assert found["b"].tokens == answers[bad][: first + 1]
 
     def test_a_broken_step_ends_what_ran_and_nothing_else(self, breakable: tuple[ModelRunner, list[bool]]) -> None:
@@ -576,20 +576,6 @@ class TestFaults:
             recorder.take(core.step())
         assert recorder["in the step"].last.finish_reason == "error"
         assert recorder["not in it"].ending == ("length", None, 2)
-
-    def test_heads_that_fail_leave_clean_books(self) -> None:
-        class Broken(ScriptedHeads):
-            def propose(self, *arguments: Any, **options: Any) -> Any:
-                raise RuntimeError("heads are off")
-
-        core, recorder = make_core(heads=Broken({})), Recorder()
-        core.add(request("r", PROMPT, DRAFT_ALL))
-        with pytest.raises(RuntimeError, match="heads are off"):
-            core.step()
-        recorder.take(core.fail_step("heads are off"))
-        core.check_integrity()
-        assert recorder["r"].ending[0] == "error"
-        assert not core.has_work
 
 
 class TestCounters:

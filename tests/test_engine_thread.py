@@ -15,7 +15,7 @@ import torch
 from backends.batch import StepBatch
 from backends.engine import Engine, Generation
 from backends.engine_core import EngineCore
-from backends.types import DecodingPlan, EngineStopped, GenerationRequest, ModelInfo, TokenChunk
+from backends.types import ENGINE_FAILED, DecodingPlan, EngineStopped, GenerationRequest, ModelInfo, TokenChunk
 from tests.engine_helpers import (
     CONTEXT,
     VOCAB,
@@ -243,7 +243,7 @@ class TestBreaking:
         gate.open(1)
         for handle in handles:
             chunks = await read(handle)
-            assert (chunks[-1].finish_reason, chunks[-1].error) == ("error", "RuntimeError: a broken step")
+            assert (chunks[-1].finish_reason, chunks[-1].error) == ("error", ENGINE_FAILED)
         gate.fail = False
         gate.open()
         await settled(engine)

@@ -42,6 +42,22 @@ def test_nothing_is_found_in_a_text_that_does_not_repeat() -> None:
     assert Lookup(list(range(50))).find() is None
 
 
+def test_a_long_prompt_is_taken_in_bit_by_bit() -> None:
+    """No single look, between two steps that others wait for, indexes all of it; in the end it is all there."""
+    prompt = [*range(5000), 7, 8, 9]
+    index, seen = Lookup(prompt), 0
+    while seen < 5000:
+        index.find()
+        assert len(index._after) - seen <= 1024
+        seen = len(index._after)
+    found = index.find()
+    assert found is not None and found.tokens[:3] == [10, 11, 12]
+    chunked = Lookup(prompt)
+    for _ in range(0, len(prompt), 64):
+        chunked.index(64)
+    assert chunked._after == index._after and chunked.find() == found
+
+
 def test_a_repetition_goes_on_into_itself() -> None:
     found = Lookup([5, 6, 5, 6, 5, 6, 5]).find()
     assert found is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -21,6 +20,7 @@ from policy.livestats import KeyStats, LiveStats, live_stats
 from policy.planner import NEGLIGIBLE, propose
 from policy.spec import RequestFacts
 from policy.stabiliser import RAISE_HOLD_S, Held, stabilise
+from tests.pace import yardsticks
 
 FACTS = RequestFacts("request-1", "m", "code", model_heads=4)
 CODE = [[0.8, 0.08, 0.04], [0.75, 0.08, 0.03], [0.7, 0.08, 0.03], [0.65, 0.08, 0.02]]
@@ -68,6 +68,13 @@ def test_without_statistics_all_that_is_allowed_may_be_used() -> None:
     assert (decision.method, decision.num_heads, decision.max_nodes, decision.tree) == ("medusa", 3, 20, None)
     assert (decision.rule, decision.arm, decision.stats_age_s) == ("default", "policy", None)
     assert "no statistics of code yet" in decision.reason
+
+
+def test_statistics_without_checked_drafts_are_not_called_missing() -> None:
+    """A thousand steps in which no head was asked: it has been measured that nothing was drafted."""
+    decision = decide(spec(), measured([]), FACTS, 0.0)
+    assert decision.stats_age_s == 0.0
+    assert "no statistics" not in decision.reason and "too few drafts of code were checked" in decision.reason
 
 
 def test_statistics_set_heads_and_nodes_within_bounds() -> None:
@@ -150,21 +157,13 @@ def test_a_policy_that_insists_knows_no_fallback() -> None:
 
 
 def test_decide_is_fast() -> None:
-    """p99 within 50 microseconds, with 20 rules that all have to be tried. The best of several rounds counts: the
-    machine is shared, and what is asked is how long the decision takes, not how long others do."""
+    """Some eight microseconds where this was written: a seventh of a yardstick, with 20 rules that all are tried."""
     when = "{{class: code, model: [zz*, b{n}], prompt_tokens: {{min: 100000}}}}"
     rules = (f"  - {{name: r{n}, when: {when.format(n=n)}, use: {{heads: 1}}}}\n" for n in range(20))
     policy = spec("rules:\n" + "".join(rules))
     stats = measured(CODE)
-    p99 = []
-    for _ in range(5):
-        taken = []
-        for _ in range(4000):
-            began = time.perf_counter_ns()
-            decide(policy, stats, FACTS, 1.0)
-            taken.append(time.perf_counter_ns() - began)
-        p99.append(sorted(taken)[3960] / 1000)
-    assert min(p99) <= 50, p99
+    taken = yardsticks(lambda: decide(policy, stats, FACTS, 1.0), turns=400)
+    assert taken <= 0.7, taken
 
 
 def test_a_proposal_is_what_pays_and_one_level_more() -> None:

@@ -57,9 +57,11 @@ def test_what_can_not_be_done_is_refused_by_name(options: EngineOptions, message
 
 
 def test_imports_say_nothing_without_a_reason() -> None:
-    """With torchao installed, as here; what else these loggers have to say goes through."""
+    """With torchao installed, as here, and logs set up as by ``serve``; what else these loggers have to say goes
+    through."""
+    logs = "import logging; logging.basicConfig()"
     done = subprocess.run(
-        [sys.executable, "-c", "import backends.loading, transformers.quantizers, torchao.quantization"],
+        [sys.executable, "-c", f"{logs}; import backends.loading, transformers.quantizers, torchao.quantization"],
         capture_output=True,
         text=True,
         check=True,
@@ -71,6 +73,7 @@ def test_imports_say_nothing_without_a_reason() -> None:
 
     missing = "Failed to load /x/torchao/_C_mxfp8.cpython-310-x86_64-linux-gnu.so: no such library"
     assert keep_torchao(record(missing)) == (torch.version.cuda is not None)
+    assert keep_torchao(record("Warning: Detected no triton, on systems")) == (torch.version.cuda is not None)
     assert keep_torchao(record("Failed to load /x/torchao/_C.so: undefined symbol"))
     assert keep_torchao(record("Skipping import of cpp extensions"))
     assert keep_pytree(record("something is deprecated"))

@@ -244,13 +244,14 @@ def test_a_failure_in_the_middle_is_an_error_event(gateway: LiveGateway) -> None
     try:
         http = gateway.http
         events = read_events(http.post("/v1/chat/completions", json=chat()))
-        with pytest.raises(openai.APIError, match="the fake was told to fail"):
+        with pytest.raises(openai.APIError, match="the engine failed on this request") as caught:
             list(gateway.client.chat.completions.create(model=MODEL, messages=SAY_HI, stream=True))
     finally:
         gateway.decoder.fail(at_step=None)
     assert events[0]["choices"][0]["delta"]["role"] == "assistant"
     assert events[-1]["error"]["code"] == "engine_error"
     assert set(events[-1]["error"]) == {"message", "type", "param", "code"}
+    assert "told to fail" not in f"{events}{caught.value}", "the engine's words are for its log"
 
 
 def test_a_failure_before_the_first_token_has_its_status(gateway: LiveGateway) -> None:

@@ -27,12 +27,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def configure_logs(args: argparse.Namespace) -> None:
     """Raises CommandError for options that contradict each other."""
+    from backends.types import START_LOG
     from gateway.cli import CommandError
     from telemetry.logs import CONTENT_LOG, configure_logging
 
     if args.log_content and args.log_format != "json":
         raise CommandError("--log-content needs --log-format json: a prompt would be many lines of a text log.")
     configure_logging(args.log_format, args.log_level)
+    if args.log_level != "error":
+        # A start may take minutes, and whoever waits for it has not asked for a line a request.
+        logging.getLogger(START_LOG).setLevel(logging.INFO)
     if args.log_content:
         logging.getLogger(CONTENT_LOG).setLevel(logging.INFO)
 
