@@ -14,11 +14,11 @@ from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
 from gateway.auth.guard import needs
-from gateway.completions import CHAT_BODIES, COMPLETION_BODIES, ChatCall, CompletionCall
+from gateway.completions import chat_call, completion_call
 from gateway.errors import APIError, InvalidRequest
 from gateway.inference import Call, Routed, plan_call
 from gateway.planning import plan_for
-from gateway.request_body import read_json
+from gateway.request_body import off_the_loop, read_json
 from gateway.routing.dispatch import refusal, route
 from gateway.state import gateway_of
 from gateway.upstream.answer import explain_remotely
@@ -29,6 +29,7 @@ from policy.format import parse_policy
 from policy.problems import PolicyError
 
 _EXPLAINED = "explain-"
+_NULL = msgspec.Raw(b"null")
 
 
 class DecisionNotFound(APIError):
@@ -140,7 +141,7 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     The body is that of a chat completion (``messages``) or of a text completion (``prompt``).
     """
     gateway = gateway_of(request)
-    call = _call(await read_json(request))
+    call = await off_the_loop(_call, await read_json(request))
     body, routed = call.body, route(call, request, gateway)
     if routed.backend is None:
         raise refusal(call, routed, gateway)
@@ -179,15 +180,8 @@ def _call(raw: bytes) -> Call:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = {}
-    if "prompt" in fields:
-        body = COMPLETION_BODIES.decode(raw)
-        COMPLETION_BODIES.refuse_unsupported(body)
-        return CompletionCall(body)
-    body = CHAT_BODIES.decode(raw)
-    CHAT_BODIES.refuse_unsupported(body)
-    for index, message in enumerate(body.messages):
-        CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
-    return ChatCall(body)
+    # As everywhere, null means left out.
+    return completion_call(raw) if fields.get("prompt", _NULL) != _NULL else chat_call(raw)
 
 
 def admin_routes() -> list[HTTPRouteHandler]:

@@ -152,6 +152,7 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
     told = _as_told(request, error)
     record = record_of(request.scope)
     record.status, record.error = told.status, told.code or told.type
+    record.param = told.param or ""
     return to_response(told)
 
 

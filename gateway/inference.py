@@ -276,6 +276,7 @@ async def _run(
             created=answer.created,
             model=answer.model,
             include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             prompt_tokens=answer.prompt_tokens,
             plan=answer.plan,
             writers=[call.choice_writer() for _ in sequences],

@@ -38,7 +38,7 @@ def sampling_params(
 
 def chat_logprobs(body: ChatCompletionRequest) -> int | None:
     """How many alternatives per position: None means no logprobs at all, 0 only those of the chosen tokens."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs logprobs: true beside it.", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
@@ -78,8 +78,8 @@ def token_budget(
     room = info.max_model_len - prompt_tokens
     if room < 1:
         raise InvalidRequest(
-            f"The prompt has {prompt_tokens} tokens; {info.name} has a context of {info.max_model_len} tokens, and at "
-            "least one must be left for the answer. Shorten the prompt.",
+            f"{context_words(info)} {prompt_tokens} tokens in the prompt, and at least one must be left for the answer. "
+            "Shorten the prompt.",
             param=prompt_field,
             code="context_length_exceeded",
         )
@@ -89,8 +89,8 @@ def token_budget(
         name, budget = requested
         if budget > room:
             raise InvalidRequest(
-                f"The prompt has {prompt_tokens} tokens and '{name}' is {budget}: {prompt_tokens + budget} together, "
-                f"over the context of {info.max_model_len} tokens. Lower it to at most {room}.",
+                f"{context_words(info)} {prompt_tokens + budget} tokens: {prompt_tokens} in the prompt, and '{name}' is "
+                f"{budget}. Lower it to at most {room}.",
                 param=name,
                 code="context_length_exceeded",
             )
@@ -99,6 +99,11 @@ def token_budget(
             f"'min_tokens' is {min_tokens}, but at most {budget} tokens may be generated.", param="min_tokens"
         )
     return budget
+
+
+def context_words(info: ModelInfo) -> str:
+    """How a refusal of what does not fit begins: by these words of OpenAI's, LiteLLM and others know what it is."""
+    return f"This model's maximum context length is {info.max_model_len} tokens. However, you requested"
 
 
 def choice_seed(seed: int, choice: int) -> int:

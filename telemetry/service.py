@@ -159,6 +159,9 @@ def _log_request(record: RequestRecord) -> None:
     if _request_log.isEnabledFor(logging.INFO):
         seconds = record.ended - record.arrived
         outcome = f"{record.status} {record.error}" if record.error else str(record.status)
+        if record.param:
+            # A name that the client chose: short, and nothing that could pass for a line of ours.
+            outcome += f" ({''.join(each if each.isprintable() else '?' for each in record.param[:100])})"
         fields = {**server_attributes(record), "duration_s": round(seconds, 6)}
         _request_log.info(
             "POST %s %s: %d tokens in %.3f s",

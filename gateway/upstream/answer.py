@@ -126,6 +126,7 @@ async def answer_remotely(
             report,
             call.sequences,
             include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             on_end=ended,
         )
         first = await unless_disconnected(request.receive, _first(chunks))
