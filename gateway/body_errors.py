@@ -15,6 +15,7 @@ from msgspec import inspect
 
 from gateway.body_levels import alternatives
 from gateway.errors import InvalidRequest
+from gateway.no_op import no_op_fields
 from gateway.spelling import misspelt
 
 _PATH = re.compile(r"^(?:key` in `)?(\$[^`]*)`$")
@@ -85,8 +86,7 @@ class BodyErrors:
                 if name in names:
                     message = f"'{name}' is a field of {route}, not of this route. Ask there, or leave it out."
                     return InvalidRequest(message, param=name, code="unknown_parameter")
-        known = [field.encode_name for each in self._types_at(path) for field in _fields(each)]
-        meant = misspelt(name, known)
+        meant = misspelt(name, [honoured for each in self._types_at(path) for honoured in _honoured(each)])
         hint = f" Did you mean '{meant}'?" if meant else " Leave it out."
         return InvalidRequest(f"'{full}' is not a known field.{hint}", param=full, code="unknown_parameter")
 
@@ -138,6 +138,12 @@ def _split(message: str) -> tuple[str, str]:
 
 def _fields(kind: inspect.Type) -> tuple[inspect.Field, ...]:
     return kind.fields if isinstance(kind, inspect.StructType) else ()
+
+
+def _honoured(kind: inspect.Type) -> list[str]:
+    """The fields worth a hint: what is refused all the same is none."""
+    refused = {each.name for each in no_op_fields(kind.cls)} if isinstance(kind, inspect.StructType) else set()
+    return [field.encode_name for field in _fields(kind) if field.encode_name not in refused]
 
 
 def _map_values(hint: Any) -> Iterator[Any]:

@@ -34,7 +34,9 @@ class Level:
         for each in info.fields:
             for kind in alternatives(each.type):
                 items = alternatives(kind.item_type) if isinstance(kind, inspect.ListType) else [kind]
-                inner |= {each.encode_name: cls.of(item.cls) for item in items if isinstance(item, inspect.StructType)}
+                for item in items:
+                    if isinstance(item, inspect.StructType):
+                        inner[each.encode_name] = cls.of(item.cls)
         return cls(struct, frozenset(each.encode_name for each in info.fields), no_op_fields(struct), inner)
 
     def unsupported(self, value: msgspec.Struct, at: str = "") -> Iterator[tuple[str, NoOpField]]:

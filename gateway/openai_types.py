@@ -31,8 +31,8 @@ TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
-# No character that a special token could be made of: templates write names where only they may write. `$` alone would let
-# a newline through.
+# No character that a special token could be made of: templates write names where only they may write. `$` alone would
+# let a newline through.
 SpeakerName = Annotated[str, Meta(pattern=r"^[\w.-]+$(?!\n)", max_length=64)]
 
 

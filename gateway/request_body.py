@@ -1,7 +1,7 @@
 """From request bytes to a typed request, with errors that name the field and how to mend it.
 
-msgspec finds the first thing wrong and says it in one sentence, which ``gateway.body_errors`` words for clients. What asks
-for nothing is left out first (``gateway.body_levels``); what is known but not honoured is refused by name.
+msgspec finds the first thing wrong and says it in one sentence, which ``gateway.body_errors`` words for clients. What
+asks for nothing is left out first (``gateway.body_levels``); what is known but not honoured is refused by name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _hint(body: bytes) -> str:
 
 
 async def off_the_loop(read: Callable[[bytes], R], body: bytes) -> R:
-    """``read(body)``, in a thread if the body is large: 70,000 messages are read in a time that streams would notice."""
+    """``read(body)``, in a thread if the body is large: streams would notice the time that 70,000 messages take."""
     return read(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(read, body)
 
 

@@ -88,8 +88,8 @@ class StreamWriter:
     ) -> None:
         same = {"id": response_id, "object": object_name, "created": created, "model": model}
         self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
-        # With include_usage, OpenAI sends "usage": null in every event but the last; vLLM, asked for continuous_usage_stats,
-        # sends what is used so far instead.
+        # With include_usage, OpenAI sends "usage": null in every event but the last; vLLM, asked for
+        # continuous_usage_stats, sends what is used so far instead.
         self._constant_closing = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._continuous_usage = continuous_usage
         self._indexed = [self._head + b'{"index":%d,' % i for i in range(len(writers))]

@@ -78,8 +78,8 @@ def token_budget(
     room = info.max_model_len - prompt_tokens
     if room < 1:
         raise InvalidRequest(
-            f"{context_words(info)} {prompt_tokens} tokens in the prompt, and at least one must be left for the answer. "
-            "Shorten the prompt.",
+            f"{context_words(info)} {prompt_tokens} tokens in the prompt, and at least one must be left for the "
+            "answer: the prompt is too long. Shorten it.",
             param=prompt_field,
             code="context_length_exceeded",
         )
@@ -89,8 +89,8 @@ def token_budget(
         name, budget = requested
         if budget > room:
             raise InvalidRequest(
-                f"{context_words(info)} {prompt_tokens + budget} tokens: {prompt_tokens} in the prompt, and '{name}' is "
-                f"{budget}. Lower it to at most {room}.",
+                f"{context_words(info)} {prompt_tokens + budget} tokens: {prompt_tokens} in the prompt, and '{name}' "
+                f"is {budget}. The prompt is too long for that; lower it to at most {room}.",
                 param=name,
                 code="context_length_exceeded",
             )
@@ -102,7 +102,8 @@ def token_budget(
 
 
 def context_words(info: ModelInfo) -> str:
-    """How a refusal of what does not fit begins: by these words of OpenAI's, LiteLLM and others know what it is."""
+    """How a refusal of what does not fit begins. LiteLLM knows it by these words of OpenAI's, and LangChain, which does
+    not always see the code, by "prompt is too long"."""
     return f"This model's maximum context length is {info.max_model_len} tokens. However, you requested"
 
 

@@ -345,6 +345,7 @@ def writer(*writers: Any, include_usage: bool = False) -> StreamWriter:
         created=1,
         model="m",
         include_usage=include_usage,
+        continuous_usage=False,
         prompt_tokens=3,
         plan=DecodingPlan(),
         writers=list(writers),
