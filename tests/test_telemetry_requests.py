@@ -256,7 +256,8 @@ def test_a_request_is_one_line_with_its_trace_and_without_its_text(observed: Obs
 
 
 @pytest.mark.parametrize(
-    ("field", "told"), [("guided_json", "guided_json"), ("a\nline of ours", "a?line of ours"), ("x" * 500, "x" * 100)]
+    ("field", "told"),
+    [("guided_json", "guided_json"), ("colour", "colour"), ("a\nline", "?"), ("Tell me", "?"), ("x" * 500, "?")],
 )
 def test_the_line_of_a_refused_request_names_the_field(
     observed: Observed, log: io.StringIO, field: str, told: str
