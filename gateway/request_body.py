@@ -20,6 +20,7 @@ from gateway.errors import InvalidRequest, UnsupportedMediaType
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
 
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 INLINE_BYTES = 64 * 1024
 """Bodies up to this size are read on the event loop: that takes less time than a thread's turns would."""
 
@@ -58,8 +59,8 @@ class BodyDecoder(Generic[T]):
 def _hint(body: bytes) -> str:
     if not body:
         return " An empty body is not a request."
-    if body.startswith(b"\xef\xbb\xbf"):
-        return " It begins with a byte order mark; send it without."
+    if body.startswith(_BYTE_ORDER_MARKS):
+        return " It begins with a byte order mark; send UTF-8 without one."
     return " NaN and Infinity are not JSON." if b"NaN" in body or b"Infinity" in body else ""
 
 

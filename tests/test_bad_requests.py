@@ -64,7 +64,7 @@ ROWS = [
     ),
     chat("an array", b"[]", "The body must be an object, not an array", None, TYPE),
     chat("null", b"null", "The body must be an object, not null", None, TYPE),
-    chat("a byte order mark", b"\xef\xbb\xbf{}", "byte order mark; send it without", None, "invalid_json"),
+    chat("a byte order mark", b"\xef\xbb\xbf{}", "byte order mark; send UTF-8 without one", None, "invalid_json"),
     chat("invalid UTF-8", b'{"model": "\xff"}', "UTF-8", None, "invalid_json"),
     chat("half a surrogate pair", b'{"model": "\\ud800 and something else"}', "surrogate", None, "invalid_json"),
     chat("NaN", b'{"temperature": NaN}', "NaN and Infinity are not JSON", None, "invalid_json"),
