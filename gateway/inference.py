@@ -33,7 +33,6 @@ from policy.records import DecisionRecord
 from policy.spec import RequestFacts
 from telemetry.request import RequestRecord
 
-
 INLINE_LOGPROBS = 1000
 """Up to so many in an answer, alternatives included, are written on the event loop."""
 

@@ -12,6 +12,7 @@ from types import FrameType
 import uvicorn
 
 from gateway.app import create_app
+from gateway.collector import spare_the_collector
 from gateway.http_protocol import protocol_for
 from gateway.state import GatewayState
 
@@ -120,6 +121,7 @@ def run_server(state: GatewayState, bound: socket.socket, *more: socket.socket, 
     model = next(iter(state.backends.models), "none")
 
     def announce() -> None:
+        spare_the_collector()
         print(greeting(url_of(bound), model, keyed=state.access.keys is not None), flush=True)
         for each in more:
             print(f"admin routes: {url_of(each)}/admin", flush=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionMessage
 
 from backends.tiny import tiny_tokenizer
 from gateway.body_levels import Level
@@ -143,7 +143,7 @@ def test_any_message_that_was_given_out_is_accepted_as_history(text: str, added:
     refused = {each.name for each in no_op_fields(ChatMessage)}
     added = {name: value for name, value in added.items() if name not in refused and name not in ours}
     given_out = ours | added
-    parsed = openai.types.chat.ChatCompletionMessage.model_validate(given_out)
+    parsed = ChatCompletionMessage.model_validate(given_out)
     for message in (
         given_out,
         parsed.model_dump(),

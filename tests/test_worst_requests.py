@@ -205,7 +205,7 @@ class Asker(Bystander):
 
 
 class Reader(Bystander):
-    """A stream's client: one stream after the other, and the time to the first chunk of each and from chunk to chunk."""
+    """A stream's client: one stream after the other, and the times to the first chunk and from chunk to chunk."""
 
     BODY = json.dumps(
         {"model": MODEL, "prompt": "once", "max_tokens": 240, "stream": True, "ignore_eos": True, "seed": 1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import os
 import time
@@ -127,22 +126,12 @@ def run(args: argparse.Namespace) -> int:
                 cors_origins=tuple(args.cors_origin),
             )
             state = GatewayState.create(backends, settings, controller, telemetry, access)
-            _spare_the_collector()
             run_server(state, *sockets, access_log=args.access_log)
         finally:
             telemetry.shutdown()
             for engine in backends.engines:
                 engine.served.decoder.close()
     return 0
-
-
-def _spare_the_collector() -> None:
-    """Python's collector goes through all objects again and again while a large request is read, and nobody else runs
-    meanwhile: with what is loaded by now, which stays, for a good part of a second each time. So it leaves that out, and
-    begins later; the objects of requests are mostly freed without it."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def _controller(args: argparse.Namespace) -> Controller:
