@@ -77,19 +77,14 @@ def token_budget(
     """``max_tokens`` for one prompt: what was asked for, else the rest of the context window up to the default."""
     room = info.max_model_len - prompt_tokens
     if room < 1:
-        raise InvalidRequest(
-            f"{context_words(info)} {prompt_tokens} tokens in the prompt, and at least one must be left for the "
-            "answer: the prompt is too long. Shorten it.",
-            param=prompt_field,
-            code="context_length_exceeded",
-        )
+        raise overlong_prompt(info, str(prompt_tokens), prompt_field)
     if requested is None:
         budget = min(room, max(settings.default_max_tokens, min_tokens))
     else:
         name, budget = requested
         if budget > room:
             raise InvalidRequest(
-                f"{context_words(info)} {prompt_tokens + budget} tokens: {prompt_tokens} in the prompt, and '{name}' "
+                f"{_context_words(info)} {prompt_tokens + budget} tokens: {prompt_tokens} in the prompt, and '{name}' "
                 f"is {budget}. The prompt is too long for that; lower it to at most {room}.",
                 param=name,
                 code="context_length_exceeded",
@@ -101,7 +96,17 @@ def token_budget(
     return budget
 
 
-def context_words(info: ModelInfo) -> str:
+def overlong_prompt(info: ModelInfo, tokens: str, prompt_field: str) -> InvalidRequest:
+    """The refusal of a prompt that leaves no room for an answer. ``tokens``: how many it has, or "at least" how many."""
+    return InvalidRequest(
+        f"{_context_words(info)} {tokens} tokens in the prompt, and at least one must be left for the answer: the prompt "
+        "is too long. Shorten it.",
+        param=prompt_field,
+        code="context_length_exceeded",
+    )
+
+
+def _context_words(info: ModelInfo) -> str:
     """How a refusal of what does not fit begins. LiteLLM knows it by these words of OpenAI's, and LangChain, which does
     not always see the code, by "prompt is too long"."""
     return f"This model's maximum context length is {info.max_model_len} tokens. However, you requested"
