@@ -97,10 +97,10 @@ def token_budget(
 
 
 def overlong_prompt(info: ModelInfo, tokens: str, prompt_field: str) -> InvalidRequest:
-    """The refusal of a prompt that leaves no room for an answer. ``tokens``: how many it has, or "at least" how many."""
+    """The refusal of a prompt that leaves no room for an answer. ``tokens``: how many it has, or at least how many."""
     return InvalidRequest(
-        f"{_context_words(info)} {tokens} tokens in the prompt, and at least one must be left for the answer: the prompt "
-        "is too long. Shorten it.",
+        f"{_context_words(info)} {tokens} tokens in the prompt, and at least one must be left for the answer: the "
+        "prompt is too long. Shorten it.",
         param=prompt_field,
         code="context_length_exceeded",
     )
