@@ -93,7 +93,7 @@ FIELDS = [
     Row("the deepest tree", CHAT, dumped(messages=HI, decoding={"tree": "1x1x1x1", "method": "medusa"})),
     Row("the largest tree", CHAT, dumped(messages=HI, decoding={"tree": "4x3x3x4", "method": "medusa"})),
     Row("16 choices with 20 alternatives", CHAT, dumped(messages=HI, n=16, logprobs=True, top_logprobs=20,
-                                                        max_tokens=200)),
+                                                        max_tokens=64)),
     Row("100,000 keys of metadata", CHAT, dumped(messages=HI, metadata=LABELS)),
     Row("a wrong key after 100,000", CHAT, dumped(messages=HI, metadata={**LABELS, "a": 1})),
 ]  # fmt: skip
