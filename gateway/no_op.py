@@ -39,7 +39,8 @@ def no_op(*values: Any, why: str = "", instead: str = "") -> Meta:
 
     ``why``: that they ask for nothing; ``instead``: what to do rather than send others.
     """
-    schema = {"enum": [None, *values], NO_OP_KEY: True}
+    # As text too: typing keeps one of several equal annotations, and to Python [0] equals [False].
+    schema = {"enum": [None, *values], NO_OP_KEY: msgspec.json.encode(values).decode()}
     return Meta(description=why or None, extra_json_schema=schema | ({_INSTEAD_KEY: instead} if instead else {}))
 
 
@@ -50,7 +51,7 @@ def no_op_fields(struct: type[Struct]) -> tuple[NoOpField, ...]:
     found = []
     for field in info.fields:
         schema = field.type.extra_json_schema if isinstance(field.type, inspect.Metadata) else None
-        if schema and schema.get(NO_OP_KEY):
+        if schema and NO_OP_KEY in schema:
             accepted = tuple(schema["enum"][1:])
             why = schema.get("description", "")
             found.append(NoOpField(field.encode_name, accepted, why, schema.get(_INSTEAD_KEY, "")))

@@ -93,6 +93,25 @@ def test_no_op_fields_take_what_asks_for_nothing_and_refuse_the_rest_by_name(
         assert instead in refused.value.message
 
 
+def test_zero_is_not_false() -> None:
+    """In one declaration and between two that are alike but for it: Python takes them for equal."""
+    accepted = {each.name: each.accepted for each in no_op_fields(ChatCompletionRequest)}
+    for name, value in (
+        ("no_repeat_ngram_size", 0),
+        ("watermark", False),
+        ("num_beams", 1),
+        ("skip_special_tokens", True),
+    ):
+        assert [type(each) for each in accepted[name]] == [type(value)]
+        for other in (0, 1, False, True):
+            body = json.dumps(CHAT | {name: other}).encode()
+            if other == value and type(other) is type(value):
+                CHAT_BODIES.decode(body)
+            else:
+                with pytest.raises(InvalidRequest):
+                    CHAT_BODIES.decode(body)
+
+
 def test_the_documented_table_is_the_one_in_force() -> None:
     text = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
     assert as_markdown() in text, "run python -m gateway.other_servers and put its table into docs/api.md"
