@@ -26,6 +26,7 @@ from backends.engine_core import EngineConfig, EngineCore, Observer
 from backends.fingerprint import facts_of
 from backends.gate import DraftGate
 from backends.hf_runner import HfRunner
+from backends.hub import settle_for_the_cache
 from backends.native.library import NativeUnavailable
 from backends.native.runner import NativeRunner
 from backends.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
@@ -134,6 +135,7 @@ def load_parts(options: EngineOptions) -> ModelParts:
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
+    settle_for_the_cache(folder)
     # Known before gigabytes of weights are loaded.
     config = AutoConfig.from_pretrained(folder)
     if reason := refusal(config, options.max_model_len):

@@ -17,11 +17,11 @@ from litestar.response.base import ASGIResponse
 from gateway.admission import Ticket
 from gateway.auth.charging import charge, refuse_early
 from gateway.auth.guard import needs
-from gateway.completions import CHAT_BODIES, COMPLETION_BODIES, ChatCall, CompletionCall
+from gateway.completions import chat_call, completion_call
 from gateway.errors import APIError, InvalidRequest
 from gateway.inference import Call, Routed, plan_call
 from gateway.planning import plan_for
-from gateway.request_body import read_json
+from gateway.request_body import off_the_loop, read_json
 from gateway.routing.backends import ServedModel
 from gateway.routing.dispatch import refusal, route
 from gateway.state import GatewayState, gateway_of
@@ -34,6 +34,7 @@ from policy.problems import PolicyError
 from policy.spec import PolicySpec
 
 _EXPLAINED = "explain-"
+_NULL = msgspec.Raw(b"null")
 
 
 class DecisionNotFound(APIError):
@@ -153,7 +154,7 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     it counts as a request of its key, though no tokens, and few are made at a time.
     """
     gateway = gateway_of(request)
-    call = _call(await read_json(request))
+    call = await off_the_loop(_call, await read_json(request))
     routed = route(call, request, gateway)
     if routed.backend is None:
         raise refusal(call, routed, gateway)
@@ -211,15 +212,8 @@ def _call(raw: bytes) -> Call:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         fields = {}
-    if "prompt" in fields:
-        body = COMPLETION_BODIES.decode(raw)
-        COMPLETION_BODIES.refuse_unsupported(body)
-        return CompletionCall(body)
-    body = CHAT_BODIES.decode(raw)
-    CHAT_BODIES.refuse_unsupported(body)
-    for index, message in enumerate(body.messages):
-        CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
-    return ChatCall(body)
+    # As everywhere, null means left out.
+    return completion_call(raw) if fields.get("prompt", _NULL) != _NULL else chat_call(raw)
 
 
 def admin_routes() -> list[HTTPRouteHandler]:

@@ -48,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parsed = build_parser([asked] if asked in commands else commands).parse_args(arguments)
         return int(parsed.run(parsed) or 0)
-    except (CommandError, OSError) as error:
+    except CommandError as error:
         return _told(str(error))
+    except OSError as error:
+        return _told(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except KeyboardInterrupt:
         return 130
     except SystemExit as stop:

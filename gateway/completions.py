@@ -21,7 +21,7 @@ from gateway.openai_responses import (
 )
 from gateway.openai_types import ChatCompletionRequest, CompletionRequest
 from gateway.prompts import encode_messages, encode_prompts, plain_messages, refuse_unknown_ids, split_prompts
-from gateway.request_body import BodyDecoder, read_json
+from gateway.request_body import BodyDecoder, off_the_loop, read_json
 from gateway.results import ChoiceResult, decoding_report, usage
 from gateway.routing.backends import ServedModel
 from gateway.routing.dispatch import dispatch
@@ -30,8 +30,9 @@ from gateway.streaming import ChatChoiceWriter, CompletionChoiceWriter
 from gateway.validation import chat_logprobs as wanted_chat_logprobs
 from gateway.validation import refuse_best_of
 
-CHAT_BODIES = BodyDecoder(ChatCompletionRequest)
-COMPLETION_BODIES = BodyDecoder(CompletionRequest)
+CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
+CHAT_BODIES = BodyDecoder(ChatCompletionRequest, {f"POST {COMPLETION_PATH}": CompletionRequest})
+COMPLETION_BODIES = BodyDecoder(CompletionRequest, {f"POST {CHAT_PATH}": ChatCompletionRequest})
 
 
 class ChatCall(Call):
@@ -114,23 +115,22 @@ class CompletionCall(Call):
         )
 
 
-@post("/v1/chat/completions", status_code=200, opt=needs("inference"))
+def chat_call(body: bytes) -> ChatCall:
+    """Raises :class:`InvalidRequest`, as :func:`completion_call` does."""
+    return ChatCall(CHAT_BODIES.decode(body))
+
+
+def completion_call(body: bytes) -> CompletionCall:
+    return CompletionCall(COMPLETION_BODIES.decode(body))
+
+
+@post(CHAT_PATH, status_code=200, opt=needs("inference"))
 async def create_chat_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
-    gateway = gateway_of(request)
-    body = CHAT_BODIES.decode(await read_json(request))
-    CHAT_BODIES.refuse_unsupported(body)
-    for index, message in enumerate(body.messages):
-        CHAT_BODIES.refuse_unsupported(message, at=f"messages[{index}].")
-    if body.stream_options is not None:
-        CHAT_BODIES.refuse_unsupported(body.stream_options, at="stream_options.")
-    return await dispatch(ChatCall(body), request, gateway)
+    call = await off_the_loop(chat_call, await read_json(request))
+    return await dispatch(call, request, gateway_of(request))
 
 
-@post("/v1/completions", status_code=200, opt=needs("inference"))
+@post(COMPLETION_PATH, status_code=200, opt=needs("inference"))
 async def create_completion(request: Request[Any, Any, Any]) -> ASGIResponse:
-    gateway = gateway_of(request)
-    body = COMPLETION_BODIES.decode(await read_json(request))
-    COMPLETION_BODIES.refuse_unsupported(body)
-    if body.stream_options is not None:
-        COMPLETION_BODIES.refuse_unsupported(body.stream_options, at="stream_options.")
-    return await dispatch(CompletionCall(body), request, gateway)
+    call = await off_the_loop(completion_call, await read_json(request))
+    return await dispatch(call, request, gateway_of(request))

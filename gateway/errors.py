@@ -123,8 +123,31 @@ def shutting_down(*, mid_answer: bool = False) -> Unavailable:
     return Unavailable(message, code="shutting_down", headers={"retry-after": "1"})
 
 
+_API = "The API is at /v1; see /schema/openapi.json."
+_CHAT_INSTEAD = "Use POST /v1/chat/completions"
+_INSTEAD = {
+    "/v1/responses": f"{_CHAT_INSTEAD}; most SDKs can be told to.",
+    "/v1/messages": f"{_CHAT_INSTEAD}: this gateway speaks OpenAI's API, not Anthropic's.",
+    "/v1/embeddings": "This gateway generates text only: POST /v1/chat/completions and POST /v1/completions.",
+    "/v1/edits": f"{_CHAT_INSTEAD}.",
+    "/chat/completions": f"{_CHAT_INSTEAD}: base URLs end in /v1.",
+    "/completions": "Use POST /v1/completions: base URLs end in /v1.",
+    "/models": "Use GET /v1/models: base URLs end in /v1.",
+    "/api/chat": f"{_CHAT_INSTEAD}: this gateway speaks OpenAI's API, not Ollama's own.",
+    "/api/generate": "Use POST /v1/completions: this gateway speaks OpenAI's API, not Ollama's own.",
+    "/api/tags": "Use GET /v1/models: this gateway speaks OpenAI's API, not Ollama's own.",
+    "/generate": "Use POST /v1/completions.",
+    "/docs": "There is no page; the API is described by GET /schema/openapi.json.",
+    "/redoc": "There is no page; the API is described by GET /schema/openapi.json.",
+    "/version": "GET / tells the version.",
+    "/tokenize": "Tokens are counted in usage; POST /v1/decoding/explain counts a prompt's without answering it.",
+    "/detokenize": "Log probabilities hold the text of tokens.",
+    "/tokenizer_info": "GET /v1/models tells the context length.",
+}
+"""What there is instead of well-known routes of other servers."""
+
 _HTTP_MESSAGES: dict[int, tuple[str, str]] = {
-    404: ("not_found", "No such route: {method} {path}. The API is at /v1; see /schema/openapi.json."),
+    404: ("not_found", "No such route: {method} {path}. {instead}"),
     405: ("method_not_allowed", "{method} is not allowed on {path}."),
     413: ("request_too_large", "The request body is larger than this gateway accepts."),
 }
@@ -135,7 +158,8 @@ def from_framework(error: HTTPException, method: str, path: str) -> APIError:
     code, template = _HTTP_MESSAGES.get(error.status_code, ("invalid_request", error.detail))
     known = error.status_code in _HTTP_MESSAGES
     # Paths are cut: an echo of a megabyte of somebody's path helps nobody.
-    message = template.format(method=method, path=path[:200]) if known else template
+    instead = _INSTEAD.get(path.rstrip("/"), _API)
+    message = template.format(method=method, path=path[:200], instead=instead) if known else template
     translated = InvalidRequest(message, code=code, headers=error.headers)
     translated.status = error.status_code
     return translated
@@ -152,6 +176,7 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
     told = _as_told(request, error)
     record = record_of(request.scope)
     record.status, record.error = told.status, told.code or told.type
+    record.param = told.param or ""
     return to_response(told)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -31,6 +32,9 @@ from policy.livestats import KeyStats
 from policy.records import DecisionRecord
 from policy.spec import RequestFacts
 from telemetry.request import RequestRecord
+
+INLINE_LOGPROBS = 1000
+"""Up to so many in an answer, alternatives included, are written on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +274,8 @@ async def _run(
             generation.close()
             controller.decisions.finish(answer.id, decoding_report(answer.plan, results))
             note_results(record, results)
-            return ASGIResponse(body=call.response(answer, results), media_type="application/json", status_code=200)
+            body = await _whole_body(call, answer, results)
+            return ASGIResponse(body=body, media_type="application/json", status_code=200)
         options = call.body.stream_options
         writer = StreamWriter(
             response_id=answer.id,
@@ -278,6 +283,7 @@ async def _run(
             created=answer.created,
             model=answer.model,
             include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             prompt_tokens=answer.prompt_tokens,
             plan=answer.plan,
             writers=[call.choice_writer() for _ in sequences],
@@ -301,6 +307,14 @@ def seeds_of(seed: int, prompts: int, n: int, *, given: bool) -> list[int]:
     return [
         choice_seed(seed, choice if given else prompt * n + choice) for prompt in range(prompts) for choice in range(n)
     ]
+
+
+async def _whole_body(call: Call, answer: Answer, results: list[ChoiceResult]) -> bytes:
+    """In a thread where there are many log probabilities to write: they take a time that streams would notice."""
+    written = sum(len(result.logprobs) for result in results) * (1 + (call.logprobs or 0))
+    if written <= INLINE_LOGPROBS:
+        return call.response(answer, results)
+    return await asyncio.to_thread(call.response, answer, results)
 
 
 def _sequences(

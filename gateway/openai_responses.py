@@ -54,13 +54,13 @@ class RemoteReport(Struct):
     method: Literal["remote"] = "remote"
 
 
-class TopLogprob(Struct):
+class TopLogprob(Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int]
 
 
-class TokenLogprobOut(Struct):
+class TokenLogprobOut(Struct, gc=False):
     token: str
     logprob: float
     bytes: list[int]

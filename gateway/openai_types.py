@@ -1,31 +1,26 @@
 """What clients may send, as msgspec structs. The types are the documentation: OpenAPI is generated from them.
 
-Three kinds of field: honoured ones; ones that change nothing here (``user``, ``metadata``); and OpenAI fields that this
-gateway does not honour, declared with :func:`no_op` so that only a value that asks for nothing passes. Any other
-field is unknown and refused. Cross-field rules are not here but in ``gateway.validation``.
+Three kinds of field: honoured ones; ones that change nothing here (``user``, ``metadata``); and fields of OpenAI's and
+of other servers (``gateway.other_servers``) that this gateway does not honour, declared with ``no_op`` so that only a
+value that asks for nothing passes. Any other field is unknown and refused, but for null, which always means left out.
+Cross-field rules are not here but in ``gateway.validation``.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
 from backends.tree import MAX_DEPTH, MAX_NODES
+from gateway.no_op import RequestStruct, no_op
+from gateway.other_servers import OtherServersFields
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
-
-NO_OP_KEY = "x-accepted-values"
-
-
-def no_op(*values: Any, why: str | None = None) -> Meta:
-    """Marks a field of OpenAI's that is not honoured: only ``values``, which ask for nothing, are accepted."""
-    return Meta(description=why, extra_json_schema={"enum": list(values), NO_OP_KEY: True})
-
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -36,15 +31,17 @@ TokenCount = Annotated[int, Meta(ge=1, le=INT32_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
-
-
-class RequestStruct(Struct, forbid_unknown_fields=True):
-    """Base of everything that a client sends."""
+# No character that a special token could be made of: templates write names where only they may write. `$` alone would
+# let a newline through.
+SpeakerName = Annotated[str, Meta(pattern=r"^[\w.-]+$(?!\n)", max_length=64)]
 
 
 class StreamOptions(RequestStruct):
+    """``continuous_usage_stats``: usage so far in every chunk, as vLLM gives it."""
+
     include_usage: bool | None = None
-    include_obfuscation: Annotated[Any, no_op(None, False)] = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[Any, no_op(False, why="off")] = None
 
 
 class DecodingOptions(RequestStruct):
@@ -56,7 +53,7 @@ class DecodingOptions(RequestStruct):
     text itself too. ``deadline_ms`` counts from arrival.
     """
 
-    method: Literal["auto", "medusa", "vanilla"] = "auto"
+    method: Literal["auto", "medusa", "vanilla", None] = "auto"
     heads: Annotated[int, Meta(ge=1, le=MAX_DEPTH)] | None = None
     tree: (
         Annotated[str, Meta(min_length=1, max_length=128)]
@@ -71,32 +68,68 @@ class DecodingOptions(RequestStruct):
     lookup: bool | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
 
+    def __post_init__(self) -> None:
+        self.method = self.method or "auto"
+
 
 class TextPart(RequestStruct):
+    """``cache_control``: a hint for servers that bill by what they keep; it changes no answer."""
+
     type: Literal["text"]
     text: str
+    cache_control: Any = None
 
 
 class ChatMessage(RequestStruct):
-    """One turn. The fields after ``content`` are those of an assistant message that a client sends back unchanged."""
+    """One turn. ``name`` is handed to the chat template; most don't show it.
+
+    An assistant's turn is taken back as any server gave it out: its ``content`` may be null or missing, and then its
+    ``refusal``, if any, is what was said. What else servers add to it (``reasoning_content``, ``annotations``, ``id``,
+    fields of their own) is accepted and not read; the fields below that are refused would change the answer.
+    """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Meta(min_length=1)]
-    name: Annotated[Any, no_op(None)] = None
-    refusal: Annotated[Any, no_op(None)] = None
-    tool_calls: Annotated[Any, no_op(None, [])] = None
-    function_call: Annotated[Any, no_op(None)] = None
-    audio: Annotated[Any, no_op(None)] = None
-    annotations: Annotated[Any, no_op(None, [])] = None
+    content: str | list[TextPart] | None = None
+    name: SpeakerName | None = None
+    refusal: Any = None
+    cache_control: Any = None
+    tool_calls: Annotated[Any, no_op([], why="none", instead="say in content what the tools said")] = None
+    function_call: Annotated[Any, no_op(instead="say in content what the function said")] = None
+    audio: Annotated[Any, no_op(instead="put its transcript into content")] = None
+    prefix: Annotated[Any, no_op(False, why="the last message is always closed")] = None
+    partial: Annotated[Any, no_op(False, why="the last message is always closed")] = None
+
+    def __post_init__(self) -> None:
+        """What is raised here reaches the client as if msgspec itself had found it."""
+        if self.role == "assistant":
+            if not self.content:
+                self.content = self.refusal if isinstance(self.refusal, str) else ""
+        elif self.content is None:
+            raise ValueError("Object missing required field `content`")
+        elif self.content == []:
+            raise ValueError("In `content`: Expected `array` of length >= 1")
+        elif self.refusal is not None:
+            raise ValueError("In `refusal`: only an assistant's message has it")
+
+    @property
+    def text(self) -> str:
+        """What was said. Parts are joined with a newline."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
 
 
-class GenerationFields(RequestStruct, kw_only=True):
+GIVEN_OUT = frozenset({"id", "reasoning", "reasoning_content", "reasoning_details", "annotations"})
+"""Fields of assistant messages that many servers give out: accepted and not read, even where ``content`` is missing."""
+THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
+"""Types of parts of an assistant's content that are left out, as ``reasoning_content`` is."""
+
+
+class GenerationFields(OtherServersFields, kw_only=True):
     """What both completion endpoints take."""
 
     model: ModelName
     temperature: Temperature | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=INT32_MAX)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -118,6 +151,11 @@ class GenerationFields(RequestStruct, kw_only=True):
     user: str | None = None
     metadata: dict[str, str] | None = None
 
+    def __post_init__(self) -> None:
+        # vLLM's way of switching it off; told in one way from here on.
+        if self.top_k == -1:
+            self.top_k = 0
+
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -127,21 +165,31 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # Fields of OpenAI's that are not honoured.
-    tools: Annotated[Any, no_op(None, [])] = None
-    tool_choice: Annotated[Any, no_op(None, "none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, no_op(None, True)] = None
-    functions: Annotated[Any, no_op(None, [])] = None
-    function_call: Annotated[Any, no_op(None, "none", "auto")] = None
-    response_format: Annotated[Any, no_op(None, {"type": "text"})] = None
-    modalities: Annotated[Any, no_op(None, ["text"])] = None
-    audio: Annotated[Any, no_op(None)] = None
-    prediction: Annotated[Any, no_op(None)] = None
-    reasoning_effort: Annotated[Any, no_op(None)] = None
-    verbosity: Annotated[Any, no_op(None)] = None
-    web_search_options: Annotated[Any, no_op(None)] = None
-    prompt_cache_retention: Annotated[Any, no_op(None)] = None
-    store: Annotated[Any, no_op(None, False)] = None
-    service_tier: Annotated[Any, no_op(None, "auto", "default")] = None
+    tools: Annotated[Any, no_op([])] = None
+    tool_choice: Annotated[Any, no_op("none", "auto", why="there are no tools")] = None
+    parallel_tool_calls: Annotated[Any, no_op(True)] = None
+    functions: Annotated[Any, no_op([])] = None
+    function_call: Annotated[Any, no_op("none", "auto", why="there are no tools")] = None
+    response_format: Annotated[Any, no_op({"type": "text"})] = None
+    modalities: Annotated[Any, no_op(["text"])] = None
+    audio: Annotated[Any, no_op()] = None
+    prediction: Annotated[Any, no_op()] = None
+    reasoning_effort: Annotated[Any, no_op("none", why="none is asked for")] = None
+    verbosity: Annotated[Any, no_op()] = None
+    web_search_options: Annotated[Any, no_op()] = None
+    prompt_cache_retention: Annotated[Any, no_op()] = None
+    store: Annotated[Any, no_op(False)] = None
+    service_tier: Annotated[Any, no_op("auto", "default")] = None
+    # Text completion's, as constants of clients that send one body to both routes.
+    best_of: Annotated[Any, no_op(1)] = None
+    echo: Annotated[Any, no_op(False)] = None
+    add_special_tokens: Annotated[Any, no_op(False, why="the chat template has them")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # As it is without it.
+        if self.top_logprobs == 0 and not self.logprobs:
+            self.top_logprobs = None
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -151,5 +199,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     # Fields of OpenAI's that are not honoured. best_of 1 is the default, and n is checked beside it in validation.
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    echo: Annotated[Any, no_op(None, False)] = None
-    suffix: Annotated[Any, no_op(None, "")] = None
+    echo: Annotated[Any, no_op(False)] = None
+    suffix: Annotated[Any, no_op("")] = None
+    add_special_tokens: Annotated[Any, no_op(True, why="prompts in text get those that the model wants")] = None

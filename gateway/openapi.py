@@ -44,6 +44,11 @@ def openapi_document(models: Sequence[str], *, keyed: bool = False) -> dict[str,
     for name in ("ChatCompletionRequest", "CompletionRequest"):
         if models:
             schemas[name]["properties"]["model"] = {"type": "string", "enum": list(models)}
+    for name in ("ChatCompletionRequest", "CompletionRequest", "StreamOptions", "DecodingOptions"):
+        schemas[name]["additionalProperties"] = {"type": "null", "description": "null always means left out."}
+    for name in ("ChatMessage", "TextPart"):
+        # An assistant's has whatever its server added; that it is an assistant's takes too many words of schema.
+        schemas[name]["additionalProperties"] = {"description": "null, or anything in an assistant's message."}
     for name in ("ChatCompletion", "Completion"):
         # msgspec has no union of two structs without a tag; usage is null where an upstream counted nothing.
         either = [schemas[name]["properties"]["decoding"], {"$ref": _REF.format(name="RemoteReport")}]
@@ -63,7 +68,7 @@ def openapi_document(models: Sequence[str], *, keyed: bool = False) -> dict[str,
             "title": "medusa-gateway",
             "version": package_version(),
             "description": "OpenAI-compatible completions, decoded with Medusa trees or vanilla. Fields that are not "
-            "listed are refused by name. `decoding` is an extension in requests and responses.",
+            "listed are refused by name, unless they are null. `decoding` is an extension in requests and responses.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": {
@@ -129,10 +134,10 @@ def _completion(operation: str, body: str, result: str) -> dict[str, Any]:
 
 
 def openapi_route(models: Sequence[str], *, keyed: bool = False) -> HTTPRouteHandler:
-    """``GET /schema/openapi.json``, encoded once."""
+    """``GET /schema/openapi.json``, encoded once; ``/openapi.json`` is where other servers have it."""
     document = msgspec.json.encode(openapi_document(models, keyed=keyed))
 
-    @get("/schema/openapi.json", opt=needs("any"))
+    @get(["/schema/openapi.json", "/openapi.json"], opt=needs("any"))
     async def openapi_json() -> ASGIResponse:
         return ASGIResponse(body=document, media_type="application/json", status_code=200)
 

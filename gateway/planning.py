@@ -15,6 +15,7 @@ from policy.spec import Turn
 
 CLIENT_RULE = "request"
 DEFAULT_RULE = "default"
+_FIRST_TURNS, _LAST_TURNS = 16, 48
 
 
 def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decision | None = None) -> DecodingPlan:
@@ -108,9 +109,15 @@ def arm_of(plan: DecodingPlan, decision: Decision) -> Arm:
 
 
 def prompt_to_classify(body: GenerationFields) -> list[dict[str, str]] | str | None:
-    """What the classifier should see: the messages, or the first prompt; None if there are only token ids."""
+    """What the classifier should see: the messages, or the first prompt; None if there are only token ids.
+
+    Of a very long conversation only its ends: the classifier looks at a few turns, and streams wait for it.
+    """
     if isinstance(body, ChatCompletionRequest):
-        return plain_messages(body.messages)
+        messages = body.messages
+        if len(messages) > _FIRST_TURNS + _LAST_TURNS:
+            messages = messages[:_FIRST_TURNS] + messages[-_LAST_TURNS:]
+        return plain_messages(messages)
     assert isinstance(body, CompletionRequest)
     first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
     return first if isinstance(first, str) else None

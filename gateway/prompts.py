@@ -17,9 +17,8 @@ def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
     return [
         {
             "role": "system" if message.role == "developer" else message.role,
-            "content": message.content
-            if isinstance(message.content, str)
-            else "\n".join(part.text for part in message.content),
+            "content": message.text,
+            **({} if message.name is None else {"name": message.name}),
         }
         for message in messages
     ]

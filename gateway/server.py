@@ -15,6 +15,7 @@ import uvicorn
 
 from gateway.admission import ABORT_GRACE_S
 from gateway.app import create_app
+from gateway.collector import spare_the_collector
 from gateway.http_protocol import protocol_for
 from gateway.state import GatewayState
 from gateway.stopping import exit_within, stopped
@@ -168,6 +169,7 @@ def run_server(
     model = next(iter(state.backends.models), "none")
 
     def announce() -> None:
+        spare_the_collector()
         lines = greeting(url_of(bound), model, keyed=state.access.keys is not None).splitlines()
         for line in [*lines, *(f"admin routes: {url_of(each)}/admin" for each in more)]:
             print(line_for(logging.INFO, line), flush=True)

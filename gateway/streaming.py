@@ -81,16 +81,18 @@ class StreamWriter:
         created: int,
         model: str,
         include_usage: bool,
+        continuous_usage: bool,
         prompt_tokens: int,
         plan: DecodingPlan,
         writers: list[ChoiceWriter],
     ) -> None:
         same = {"id": response_id, "object": object_name, "created": created, "model": model}
         self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
-        # With include_usage, OpenAI sends "usage": null in every event but the last.
-        self._tail = b',"usage":null}\n\n' if include_usage else b"}\n\n"
+        # With include_usage, OpenAI sends "usage": null in every event but the last; vLLM, asked for
+        # continuous_usage_stats, sends what is used so far instead.
+        self._constant_closing = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._continuous_usage = continuous_usage
         self._indexed = [self._head + b'{"index":%d,' % i for i in range(len(writers))]
-        self._closing = b"}]" + self._tail
         self._include_usage = include_usage
         self._prompt_tokens = prompt_tokens
         self._plan = plan
@@ -100,25 +102,32 @@ class StreamWriter:
 
     def event(self, index: int, chunk: TokenChunk, *, last: bool) -> bytes:
         """The events of one chunk, joined; empty if it has nothing to show. ``last``: every sequence has finished."""
-        self._results[index].note(chunk)
         writer, head = self._writers[index], self._indexed[index]
         out = b""
         if not self._opened[index]:
             self._opened[index] = True
             if (opening := writer.opening()) is not None:
-                out = head + opening + self._closing
+                out = head + opening + self._closing()
+        self._results[index].note(chunk)
+        closing = self._closing()
         if chunk.text or chunk.logprobs:
-            out += head + writer.delta(chunk) + self._closing
+            out += head + writer.delta(chunk) + closing
         if chunk.finish_reason is not None:
             finish = head + writer.finish(self._results[index].finish_reason)
             if not last or self._include_usage:
-                out += finish + self._closing
+                out += finish + closing
             else:
-                out += finish + b'}],"decoding":%b}\n\n' % self._report()
+                out += finish + closing[:-3] + b',"decoding":%b}\n\n' % self._report()
             if last and self._include_usage:
-                counts = _encode(usage(self._prompt_tokens, self._results))
-                out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (counts, self._report())
+                out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (self._usage(), self._report())
         return out
+
+    def _closing(self) -> bytes:
+        """What ends an event with a choice."""
+        return b'}],"usage":%b}\n\n' % self._usage() if self._continuous_usage else self._constant_closing
+
+    def _usage(self) -> bytes:
+        return _encode(usage(self._prompt_tokens, self._results))
 
     def _report(self) -> bytes:
         return _encode(decoding_report(self._plan, self._results))

@@ -38,7 +38,7 @@ def sampling_params(
 
 def chat_logprobs(body: ChatCompletionRequest) -> int | None:
     """How many alternatives per position: None means no logprobs at all, 0 only those of the chosen tokens."""
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("'top_logprobs' needs logprobs: true beside it.", param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
 
@@ -77,20 +77,15 @@ def token_budget(
     """``max_tokens`` for one prompt: what was asked for, else the rest of the context window up to the default."""
     room = info.max_model_len - prompt_tokens
     if room < 1:
-        raise InvalidRequest(
-            f"The prompt has {prompt_tokens} tokens; {info.name} has a context of {info.max_model_len} tokens, and at "
-            "least one must be left for the answer. Shorten the prompt.",
-            param=prompt_field,
-            code="context_length_exceeded",
-        )
+        raise overlong_prompt(info, str(prompt_tokens), prompt_field)
     if requested is None:
         budget = min(room, max(settings.default_max_tokens, min_tokens))
     else:
         name, budget = requested
         if budget > room:
             raise InvalidRequest(
-                f"The prompt has {prompt_tokens} tokens and '{name}' is {budget}: {prompt_tokens + budget} together, "
-                f"over the context of {info.max_model_len} tokens. Lower it to at most {room}.",
+                f"{_context_words(info)} {prompt_tokens + budget} tokens: {prompt_tokens} in the prompt, and '{name}' "
+                f"is {budget}. The prompt is too long for that; lower it to at most {room}.",
                 param=name,
                 code="context_length_exceeded",
             )
@@ -99,6 +94,22 @@ def token_budget(
             f"'min_tokens' is {min_tokens}, but at most {budget} tokens may be generated.", param="min_tokens"
         )
     return budget
+
+
+def overlong_prompt(info: ModelInfo, tokens: str, prompt_field: str) -> InvalidRequest:
+    """The refusal of a prompt that leaves no room for an answer. ``tokens``: how many it has, or at least how many."""
+    return InvalidRequest(
+        f"{_context_words(info)} {tokens} tokens in the prompt, and at least one must be left for the answer: the "
+        "prompt is too long. Shorten it.",
+        param=prompt_field,
+        code="context_length_exceeded",
+    )
+
+
+def _context_words(info: ModelInfo) -> str:
+    """How a refusal of what does not fit begins. LiteLLM knows it by these words of OpenAI's, and LangChain, which does
+    not always see the code, by "prompt is too long"."""
+    return f"This model's maximum context length is {info.max_model_len} tokens. However, you requested"
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -23,7 +23,8 @@ Span = tuple[float, float]
 class RequestRecord:
     """Times are of ``time.monotonic``, in seconds. What a request did not come to stays at its default.
 
-    ``asked``: attributes of what the client asked for; ``error``: the code of the error that it was told;
+    ``asked``: attributes of what the client asked for; ``error``: the code of the error that it was told, ``param`` the
+    field that it names;
     ``first_token_at``: of the sequence that was first. ``content``: prompt and answers, only where the operator wants
     them logged.
     """
@@ -35,6 +36,7 @@ class RequestRecord:
     ended: float = 0.0
     status: int = 200
     error: str | None = None
+    param: str = ""
     model: str = ""
     asked: Mapping[str, Any] = field(default_factory=dict)
     classified: Span | None = None
@@ -59,7 +61,7 @@ class RequestRecord:
         self.ended = now
         if self.completed:
             # Of a backend that failed before another took over, say.
-            self.error = None
+            self.error, self.param = None, ""
         if not self.completed and self.error is None and self.submitted_at is not None:
             self.error = LEFT
         starts = [stats.first_token_at for stats in self.sequences if stats.first_token_at is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _SCOPE = "medusa_gateway"
 
 logger = logging.getLogger("telemetry")
 _request_log = logging.getLogger(REQUEST_LOG)
+_FIELD = re.compile(r"[a-z][a-z0-9_]{0,39}(?:\[\d+\])*")
 _content_log = logging.getLogger(CONTENT_LOG)
 
 
@@ -165,10 +167,18 @@ class Attached:
             detach(self._token)
 
 
+def loggable(param: str) -> str:
+    """The path of a field for the log. Names that the client chose may hold anything, a prompt too: only what looks
+    like a field of some API is repeated."""
+    return ".".join(name if _FIELD.fullmatch(name) else "?" for name in param[:200].split("."))
+
+
 def _log_request(record: RequestRecord) -> None:
     if _request_log.isEnabledFor(logging.INFO):
         seconds = record.ended - record.arrived
         outcome = f"{record.status} {record.error}" if record.error else str(record.status)
+        if record.param:
+            outcome += f" ({loggable(record.param)})"
         fields = {**server_attributes(record), "duration_s": round(seconds, 6)}
         _request_log.info(
             "POST %s %s: %d tokens in %.3f s",

@@ -139,7 +139,7 @@ def test_every_route_is_in_the_document_with_what_it_needs(gateway: LiveGateway)
         for route in gateway.server.config.app.routes  # type: ignore[union-attr]
         for method in route.methods - {"OPTIONS"}
     }
-    assert served - {("GET", "/schema/openapi.json")} == set(described)
+    assert served - {("GET", "/schema/openapi.json"), ("GET", "/openapi.json")} == set(described)
     for (method, path), security in described.items():
         for key, scope in ((ALICE, "inference"), (ROOT, "admin")):
             refused = gateway.http.request(method, path, headers=bearer(key)).status_code in (401, 403)

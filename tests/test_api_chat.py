@@ -147,6 +147,16 @@ def test_all_sampling_fields_reach_the_engine(gateway: LiveGateway, client: open
     )
 
 
+@pytest.mark.parametrize("request_", [{"messages": [{"role": "user", "content": "x" * 600}]}, {"max_tokens": 510}])
+def test_what_does_not_fit_is_known_by_its_words(client: openai.OpenAI, request_: dict[str, Any]) -> None:
+    """LiteLLM looks for OpenAI's words to try a model with a longer context, LangChain for "prompt is too long"."""
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"model": MODEL, "messages": SAY_HI, **request_})
+    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.body["message"].startswith("This model's maximum context length is 512 tokens. However, ")  # type: ignore[index]
+    assert "prompt is too long" in str(refused.value)
+
+
 def test_openais_defaults(gateway: LiveGateway, client: openai.OpenAI) -> None:
     client.chat.completions.create(model=MODEL, messages=SAY_HI)
     sampling = gateway.decoder.submitted[-1].sampling

@@ -7,12 +7,15 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from backends.cost_stores import CostStore, FolderStore
+from backends.hub import settle_for_the_cache
 from gateway import cli, server
 from gateway.commands import serve
 from gateway.server import bind, greeting, url_of
@@ -129,6 +132,46 @@ def test_a_model_that_cannot_be_loaded(
     told = capsys.readouterr().err
     assert told.startswith("medusa-gateway: error: can't load m: ")
     assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--model /nonexistent", "there is no folder /nonexistent"),
+        ("--model ./nonexistent", "there is no folder ./nonexistent"),
+        ("--model a/b/c", "there is no folder a/b/c"),
+        ("--heads /nonexistent", "there is no folder /nonexistent"),
+        ("--model {file}", "{file} is a file; name its folder"),
+        ("--backends {file}", "{file}: there is no folder {folder}/nonexistent"),
+        ("--backends /nope.yaml", "/nope.yaml: No such file or directory"),
+        ("--policy /nope.yaml", "/nope.yaml: No such file or directory"),
+        ("--policy {folder}", "{folder}: Is a directory"),
+    ],
+)
+def test_a_file_or_folder_that_is_not_there_is_told_in_a_line_before_torch_is_loaded(
+    loading: FakeLoading, tmp_path: Path, arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "backends.yaml"
+    file.write_text("version: 1\nbackends:\n  - {name: one, kind: engine, model: ./nonexistent, serves: first}\n")
+    place = {"file": file, "folder": tmp_path}
+    assert cli.main(["serve", "--port", "0", "--redis-url", "memory", *arguments.format(**place).split()]) == 2
+    assert capsys.readouterr().err == f"medusa-gateway: error: {says.format(**place)}\n"
+    assert loading.options is None
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with bind("127.0.0.1", 0) as nobody:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        settle_for_the_cache(str(tmp_path))
+        assert not constants.HF_HUB_OFFLINE, "a folder needs no hub"
+        settle_for_the_cache("gpt2")
+        assert constants.HF_HUB_OFFLINE
+        settle_for_the_cache("gpt2")
+    (line,) = caplog.messages
+    assert "gpt2 is looked for in the cache" in line
 
 
 def test_a_taken_port_is_known_before_the_model_is_loaded(

@@ -77,6 +77,36 @@ def test_usage_comes_last_and_alone(gateway: LiveGateway) -> None:
     assert all("decoding" not in event for event in events[:-1])
 
 
+@pytest.mark.parametrize("include_usage", [True, None])
+@pytest.mark.parametrize(
+    ("path", "asked"), [("chat/completions", {"messages": SAY_HI}), ("completions", {"prompt": "hi"})]
+)
+def test_usage_so_far_in_every_chunk(
+    gateway: LiveGateway, path: str, asked: dict[str, Any], include_usage: bool | None
+) -> None:
+    """What benchmarks ask vLLM for. With speculation, a chunk counts all the tokens that its step accepted."""
+    options = {"include_usage": include_usage, "continuous_usage_stats": True}
+    body = {"model": MODEL, "stream": True, "temperature": 0, "max_tokens": 20, "n": 2, "stream_options": options}
+    events = read_events(gateway.http.post(f"/v1/{path}", json=body | asked))
+    prompt = events[-1]["usage"]["prompt_tokens"]
+    shown, last = ["", ""], [0, 0]
+    for event in events:
+        counts = event["usage"]
+        assert counts["total_tokens"] == counts["prompt_tokens"] + counts["completion_tokens"]
+        assert counts["prompt_tokens"] == prompt
+        for choice in event["choices"]:
+            # The fake's tokens are bytes, so what was shown so far can be counted; a character's first bytes are not.
+            text = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            shown[choice["index"]] += text
+            last[choice["index"]] = len(shown[choice["index"]].encode())
+        assert 0 <= counts["completion_tokens"] - sum(last) <= 6
+    totals = [event["usage"]["completion_tokens"] for event in events]
+    assert totals == sorted(totals)
+    assert totals[-1] == 40
+    assert len(set(totals)) > 5
+    assert (events[-1]["choices"] == []) is bool(include_usage)
+
+
 def test_headers(gateway: LiveGateway) -> None:
     http = gateway.http
     headers = http.post("/v1/chat/completions", json=chat()).headers
@@ -346,6 +376,7 @@ def writer(*writers: Any, include_usage: bool = False) -> StreamWriter:
         created=1,
         model="m",
         include_usage=include_usage,
+        continuous_usage=False,
         prompt_tokens=3,
         plan=DecodingPlan(),
         writers=list(writers),

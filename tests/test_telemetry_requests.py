@@ -255,6 +255,20 @@ def test_a_request_is_one_line_with_its_trace_and_without_its_text(observed: Obs
     assert answer.choices[0].message.content not in "".join(ours)
 
 
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("guided_json", "guided_json"), ("colour", "colour"), ("a\nline", "?"), ("Tell me", "?"), ("x" * 500, "?")],
+)
+def test_the_line_of_a_refused_request_names_the_field(
+    observed: Observed, log: io.StringIO, field: str, told: str
+) -> None:
+    observed.live.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, field: {}})
+    observed.live.wait_idle()
+    (line,) = lines(log, REQUEST_LOG)
+    code = "unsupported_parameter" if field == "guided_json" else "unknown_parameter"
+    assert f" 400 {code} ({told}): " in line["message"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_and_answers_are_logged_only_on_demand(log: io.StringIO, stream: bool) -> None:
     with observing(log_content=True) as observed:

@@ -12,10 +12,12 @@ import openai
 import pytest
 
 from gateway.admission import Places
+from gateway.completions import CHAT_BODIES
 from gateway.routing.backends import Backend, Backends, EngineBackend, ServedModel
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.breaker import BreakerSettings
+from gateway.upstream.payload import payload
 from tests.fakes import FakeDecoder, FakeTokenizer
 from tests.live_gateway import LiveGateway, running_gateway
 from tests.scripted_upstream import (
@@ -130,6 +132,36 @@ def test_a_stream_is_passed_on_under_our_name(gateway: LiveGateway, first: Scrip
     assert "authorization" not in headers, "our client's own key is not the upstream's business"
     record = gateway.http.get(f"/admin/decisions/{chunks[0].id}").json()
     assert record["outcome"]["backend"] == "first"
+
+
+def test_usage_so_far_is_passed_on(gateway: LiveGateway, first: ScriptedUpstream) -> None:
+    def counted(tokens: int, content: str | None, finish: str | None = None) -> bytes:
+        usage = {"prompt_tokens": 3, "completion_tokens": tokens, "total_tokens": 3 + tokens}
+        return event(content, finish, usage=usage)
+
+    first.script = lambda: stream(event("Hel"), counted(2, "lo"), counted(3, None, "stop"), DONE)
+    options: Any = {"continuous_usage_stats": True}
+    _, chunks = streamed(gateway, stream_options=options)
+    assert [each.usage and each.usage.completion_tokens for each in chunks] == [None, 2, 3]
+    assert first.requests[0][0]["stream_options"] == {"include_usage": True}, "OpenAI's own refuse what they don't know"
+    body = CHAT_BODIES.decode(
+        json.dumps({"model": MODEL, "messages": HI, "stream": True, "stream_options": options}).encode()
+    )
+    assert payload(body, "vllm", "theirs", None)[1]["stream_options"] == {"include_usage": True, **options}
+
+
+@pytest.mark.parametrize("added", [{"reasoning_content": "hm"}, {"refusal": "I can not"}, {"annotations": [{"a": 1}]}])
+def test_what_an_upstream_adds_to_a_message_is_taken_back(
+    gateway: LiveGateway, first: ScriptedUpstream, added: dict[str, Any]
+) -> None:
+    choice = {"index": 0, "delta": {"role": "assistant", **added, "of_its_own": 1}, "finish_reason": None}
+    piece = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    first.script = lambda: stream(piece, event("hello"), event(None, "stop"), DONE)
+    message = ask(gateway).choices[0].message
+    assert message.to_dict().items() >= added.items()
+    for said in (message, message.model_dump()):
+        assert ask(gateway, messages=[*HI, said, *HI]).choices[0].message.content == "hello"
+    assert first.requests[-1][0]["messages"][1] == {"role": "assistant", "content": "hello"}
 
 
 def test_a_whole_answer_is_gathered_from_the_stream(gateway: LiveGateway, first: ScriptedUpstream) -> None:

@@ -116,7 +116,7 @@ def test_its_engine_fails_half_way(gateway: LiveGateway, upstream: UpstreamProce
     assert caught.value.code == "upstream_error"
     assert "The backend 'there' ended the answer with an error." in str(caught.value)
     shown = gateway.http.get("/admin/backends").json()["backends"][0]
-    assert "The engine failed" in shown["last_error"], "its words are for the operator"
+    assert "the engine failed" in shown["last_error"], "its words are for the operator"
 
 
 def test_it_is_killed_in_mid_stream_and_comes_back() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.auth.options import add_options, open_access
 from gateway.commands import serve_telemetry
-from gateway.commands.engine_options import add_engine_options
+from gateway.commands.engine_options import add_engine_options, no_such_folder
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -230,6 +230,10 @@ def _open_one(args: argparse.Namespace) -> Backends:
 def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
     from gateway.cli import CommandError
 
+    for name in (given["model"], given["heads"]):
+        if name is not None and (problem := no_such_folder(name)):
+            # Of a backends file; flags are looked at when they are read.
+            raise CommandError(f"{args.backends or 'the command line'}: {problem}")
     try:
         # The only way from here to torch, taken when a model is really to be loaded.
         from backends.loading import EngineOptions, open_engine

@@ -135,6 +135,7 @@ async def answer_remotely(
             call.sequences,
             tally,
             include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
             on_end=ended,
         )
         first = await unless_disconnected(request.receive, _first(chunks))

@@ -47,7 +47,10 @@ def payload(
     """
     fields = msgspec.to_builtins(body)
     chat = isinstance(body, ChatCompletionRequest)
-    sent: dict[str, Any] = {"model": upstream_model, "stream": True, "stream_options": {"include_usage": True}}
+    stream_options = {"include_usage": True}
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats and dialect != "openai":
+        stream_options["continuous_usage_stats"] = True
+    sent: dict[str, Any] = {"model": upstream_model, "stream": True, "stream_options": stream_options}
     if chat:
         sent["messages"] = plain_messages(body.messages)
     else:

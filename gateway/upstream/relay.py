@@ -54,11 +54,13 @@ class RelayWriter:
         tally: Tally,
         *,
         include_usage: bool,
+        continuous_usage: bool,
         on_end: Callable[[RemoteReport], None],
     ) -> None:
         same = {"id": identity.id, "object": identity.object, "created": identity.created, "model": identity.model}
         self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
-        self._usage_null = b',"usage":null' if include_usage else b""
+        self._shows_usage = include_usage or continuous_usage
+        self._continuous_usage = continuous_usage
         self._chat = identity.object == "chat.completion.chunk"
         self._include_usage = include_usage
         self._unfinished = set(range(sequences))
@@ -83,6 +85,12 @@ class RelayWriter:
             out += self._event(choice)
         return out
 
+    def _usage_so_far(self) -> bytes:
+        """What a chunk with a choice says of usage; null until the upstream has counted something."""
+        if not self._shows_usage:
+            return b""
+        return b',"usage":' + (bytes(self._tally.usage) if self._continuous_usage else b"null")
+
     def closing(self, cut: CutAtDeadline) -> bytes:
         """What follows the last chunk: the end of choices that a deadline cut, and usage if the client wants it.
 
@@ -102,7 +110,7 @@ class RelayWriter:
         return out
 
     def _event(self, choice: ChoiceChunk, report: bytes = b"") -> bytes:
-        return self._head + self._choice(choice) + b"]" + self._usage_null + report + b"}\n\n"
+        return self._head + self._choice(choice) + b"]" + self._usage_so_far() + report + b"}\n\n"
 
     def _choice(self, choice: ChoiceChunk) -> bytes:
         if self._chat:
