@@ -19,6 +19,7 @@ from backends.lookup import Continuation
 from backends.runner import HeadsRunner, ModelRunner, Proposals
 from backends.sequence import Sequence, SequenceStatus
 from backends.tokenizer import HfTokenizer
+from backends.tree import MAX_DEPTH
 from backends.types import EngineLoad, FinishReason, GenerationRequest, StepSample, TokenChunk
 from backends.verify import AcceptResult, Candidate, verify
 
@@ -303,7 +304,8 @@ class EngineCore:
 
     def _draft_request(self, sequence: Sequence, look_up: bool) -> DraftRequest | None:
         """None when there is nothing to draft from or no use for it."""
-        plan, longest = sequence.request.plan, sequence.remaining - 1
+        # A runner has room for paths of MAX_DEPTH candidates, whatever drafts them.
+        plan, longest = sequence.request.plan, min(sequence.remaining - 1, MAX_DEPTH)
         lookup = sequence.lookup.find() if sequence.lookup is not None and look_up and longest > 0 else None
         if longest <= 0 or (sequence.proposals is None and lookup is None):
             return None

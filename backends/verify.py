@@ -101,7 +101,7 @@ def _follow_typical(
         threshold = min(TYPICAL_EPSILON, TYPICAL_ALPHA * float(torch.exp(-entropy)))
         likely = [(float(log_p[token].exp()), token, row_below) for token, row_below in children[at[index]].items()]
         probability, token, row_below = max(likely)
-        if probability <= threshold:
+        if not probability > threshold:  # also of what is not a number
             return
         result.tokens.append(token)
         result.rows.append(at[index])
