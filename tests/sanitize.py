@@ -59,26 +59,30 @@ def unavailable() -> str | None:
     """Why no sanitizer can be run here."""
     if shutil.which("gcc") is None:
         return "no gcc here"
-    missing = [name for each in SANITIZERS.values() for name in each.runtimes if _runtime(name) is None]
-    return f"gcc has no {', '.join(missing)}" if missing else None
+    for name, sanitizer in SANITIZERS.items():
+        if missing := [each for each in sanitizer.runtimes if _runtime(each) is None]:
+            return f"gcc has no {', '.join(missing)}"
+        # The one for threads can't live with how some systems lay out memory.
+        command = [sys.executable, "-c", "pass"]
+        started = subprocess.run(command, env=_environment(sanitizer), capture_output=True, text=True, check=False)
+        if started.returncode:
+            return f"Python does not start under the {name} sanitizer: {started.stderr.strip()[:200]}"
+    return None
+
+
+def _environment(sanitizer: Sanitizer) -> dict[str, str]:
+    preload = " ".join(filter(None, map(_runtime, sanitizer.runtimes)))
+    return {**os.environ, "LD_PRELOAD": preload, "OMP_NUM_THREADS": "1", **sanitizer.settings}
 
 
 def run(name: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """pytest with these arguments under a sanitizer; what it found is on the standard error."""
     sanitizer = SANITIZERS[name]
     flags = ("-g", "-O1", "-fno-omit-frame-pointer", "-DMG_CHECKED", *sanitizer.flags)
-    settings = {
-        "CC": "gcc",
-        "MEDUSA_KERNEL_FLAGS": " ".join(flags),
-        "LD_PRELOAD": " ".join(filter(None, map(_runtime, sanitizer.runtimes))),
-        "OMP_NUM_THREADS": "1",
-        **sanitizer.settings,
-    }
+    environment = {**_environment(sanitizer), "CC": "gcc", "MEDUSA_KERNEL_FLAGS": " ".join(flags)}
     # A sanitizer that ends the process writes to the descriptor; pytest would keep that to itself.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--capture=sys", *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 def _runtime(name: str) -> str | None:

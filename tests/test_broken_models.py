@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.runner import NO_TOKEN, ModelRunner, Proposals
-from backends.types import DecodingPlan
+from backends.drafting import Draft
+from backends.runner import NO_TOKEN, ModelRunner, Proposals, best_guesses
+from backends.types import DecodingPlan, SamplingParams
+from backends.verify import Candidate, verify
 from tests.engine_helpers import (
     RUNNERS,
     ScriptedHeads,
@@ -55,6 +57,20 @@ def test_logits_of_no_number_end_their_request_alone(kind: str) -> None:
         assert found["bad"].last.finish_reason == "error"
         assert found["bad"].sent_ids in ([], [NO_TOKEN])
         assert found["good"].tokens == alone.tokens
+
+
+def test_typical_acceptance_follows_no_row_of_no_number() -> None:
+    logits, draft = torch.full((3, 20), torch.nan), Draft([4, 7], [0, 1])
+    params = SamplingParams(temperature=1.0, max_tokens=8)
+    [found] = verify(any_runner(), logits, [Candidate(0, 9, params, None, draft, acceptance="typical")])
+    assert (found.tokens, found.rows) == ([NO_TOKEN], [0])
+
+
+def test_heads_of_no_number_guess_nothing() -> None:
+    logits = torch.stack([torch.full((20,), torch.nan), torch.full((20,), -torch.inf), torch.zeros(20)])
+    tokens, probabilities = best_guesses(logits, 3)
+    assert ((tokens >= 0) & (tokens < 20)).all()
+    assert probabilities.tolist() == [[0.0] * 3, [0.0] * 3, pytest.approx([0.05] * 3)]
 
 
 class SureHeads(ScriptedHeads):

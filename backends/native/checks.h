@@ -49,10 +49,10 @@ static int is_offsets(const int32_t *offsets, long n, long end) {
 // `ends`: where each of the step's arrays ends in `memory`, in the order of mg_batch. Sets `batch`.
 static const char *check_batch(const mg_model *model, int max_rows, const int32_t *memory, const int32_t *ends,
                                mg_batch *batch) {
-    const int rows = ends[0], sequences = ends[7] - ends[6] - 1, tails = ends[6] - ends[5], pages = ends[8] - ends[7];
-    const int outputs = ends[9] - ends[8];
     for (int i = 0; i < 9; i++)
         if (ends[i] < 0 || ends[i + 1] < ends[i]) return "ends descend";
+    const int rows = ends[0], sequences = ends[7] - ends[6] - 1, tails = ends[6] - ends[5], pages = ends[8] - ends[7];
+    const int outputs = ends[9] - ends[8];
     for (int i = 0; i < 4; i++)
         if (ends[i + 1] - ends[i] != rows) return "tokens, positions, slots, sequence and full_pages differ in length";
     if (ends[5] - ends[4] != rows + 1 || sequences < 0) return "tail_offsets or page_offsets have another length";
