@@ -6,6 +6,30 @@ import os
 import platform
 from pathlib import Path
 
+CPU_VARIABLE = "MEDUSA_CPU"
+
+
+def instruction_set() -> str:
+    """Either "native", or "avx2": what a CPU without AVX-512 would run, where ``MEDUSA_CPU=avx2`` asks for it.
+
+    Raises ValueError for any other wish.
+    """
+    asked = os.environ.get(CPU_VARIABLE) or "native"
+    if asked not in ("native", "avx2"):
+        raise ValueError(f'{CPU_VARIABLE} is {asked!r}; it can be "avx2" or "native" (or be left out)')
+    return asked
+
+
+def cpu_has_bf16() -> bool:
+    """Whether kernels may use dot products of bfloat16 numbers here."""
+    if instruction_set() != "native":
+        return False
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
 
 def usable_cores() -> int:
     """Cores that this process may use: fewer than the machine's in a container or under taskset."""

@@ -212,7 +212,7 @@ class EngineCore:
             return
         logits = self.runner.logits(hidden)
         results = verify(self.runner, logits, [self._candidate(item) for item in step.scheduled])
-        sound = count_sound(logits, [item.first_row for item in step.scheduled], results, self.runner.vocab_size)
+        sound = count_sound(results, self.runner.vocab_size)
         for item, result, count in zip(step.scheduled, results, sound, strict=True):
             try:
                 self._accept(item, result, count, logits)
@@ -396,18 +396,19 @@ class EngineCore:
 
     def _draft_request(self, sequence: Sequence, look_up: bool) -> DraftRequest | None:
         """None when there is nothing to draft from or no use for it."""
-        plan, longest = sequence.request.plan, sequence.remaining - 1
+        # A runner has room for paths of MAX_DEPTH candidates, whatever drafts them.
+        plan, longest = sequence.request.plan, min(sequence.remaining - 1, MAX_DEPTH)
         lookup = self._look_up(sequence) if look_up and longest > 0 else None
         if longest <= 0 or (sequence.proposals is None and lookup is None):
             return None
         return DraftRequest(
             proposals=sequence.proposals,
             max_nodes=len(plan.tree) if plan.tree is not None else plan.max_nodes,
-            max_depth=min(plan.num_heads, longest, MAX_DEPTH),
+            max_depth=min(plan.num_heads, longest),
             trust=sequence.speculation.trust,
             tree=plan.tree,
             lookup=lookup,
-            longest=min(longest, MAX_DEPTH),
+            longest=longest,
         )
 
     def _look_up(self, sequence: Sequence) -> Continuation | None:

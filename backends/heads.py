@@ -50,6 +50,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from backends.tree import MAX_DEPTH
+
 FORMAT = "medusa-gateway/1"
 SEQUENTIAL_FORMAT = "medusa-gateway/2"
 GENERAL_FORMAT = "medusa-gateway/3"
@@ -64,6 +66,14 @@ HeadInput = Literal["hidden", "hidden+token"]
 
 class HeadsError(ValueError):
     """Heads that can't be used with this backbone; the message says why."""
+
+
+def check_head_count(count: int, where: str) -> None:
+    """Raises :class:`HeadsError` for no heads, or more than a step can verify."""
+    if not 1 <= count <= MAX_DEPTH:
+        raise HeadsError(
+            f"{where}: {count} heads; from 1 to {MAX_DEPTH} can be used, for a step verifies no deeper tree"
+        )
 
 
 class MedusaHeads(nn.Module):
@@ -93,6 +103,7 @@ class MedusaHeads(nn.Module):
         output_rows: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
+        check_head_count(num_heads, "MedusaHeads")
         if sequential and head_input != "hidden+token":
             raise ValueError('sequential heads need head_input "hidden+token"')
         self.hidden_size = hidden_size
@@ -313,6 +324,7 @@ def load_heads(folder: Path, *, hidden_size: int, vocab_size: int) -> MedusaHead
     if up.dim() != 3 or down.dim() != 3:
         raise HeadsError(f"{path}: up.weight and down.weight must be stacked over heads (3 dimensions)")
     num_heads, inner_size, input_size = up.shape
+    check_head_count(num_heads, str(path))
     trained_hidden = down.shape[1]
     if trained_hidden != hidden_size:
         raise HeadsError(f"{folder}: heads are for hidden size {trained_hidden}, the backbone has {hidden_size}")

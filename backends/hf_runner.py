@@ -27,7 +27,7 @@ from backends.paged_attention import (
     visible_slots,
 )
 from backends.runner import RowSampling
-from backends.sampling_torch import draw_rows
+from backends.sampling_torch import best_rows, draw_rows
 
 _ROW_MULTIPLE = 4
 _PROBE_TOKENS = 24
@@ -152,7 +152,7 @@ class HfRunner:
                     pool[put] = pool[take]
 
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        return torch.argmax(logits[rows], dim=-1).tolist()
+        return best_rows(logits[rows])
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
         return draw_rows(logits[rows], params)

@@ -16,6 +16,7 @@ from backends.architectures import UnsupportedModel, refusal
 from backends.batch import PAGE_SIZE
 from backends.calibration import Calibration
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
+from backends.cores import cpu_has_bf16
 from backends.cost import StepCost
 from backends.cost_keeping import CostKeeping
 from backends.cost_probe import MEASURE_S, CostProbe
@@ -288,16 +289,8 @@ def _device(name: str) -> torch.device:
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or _cpu_has_bf16() else torch.float32
+        return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def _cpu_has_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def _eos_token_ids(model: Any, tokenizer: HfTokenizer) -> frozenset[int]:

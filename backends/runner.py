@@ -15,6 +15,10 @@ from backends.batch import StepBatch
 from backends.follow import LEAST_SURVIVAL
 from backends.tree import CandidateTree
 
+# What argmax and sample answer for a row from which no token can be drawn: something in it is NaN or +inf, or all is
+# -inf. Only a broken model says such things; the engine ends that request.
+NO_TOKEN = -1
+
 
 class Proposals:
     """The heads' best guesses for one sequence, as lists of siblings, best first.
@@ -98,7 +102,8 @@ class Proposals:
 def best_guesses(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The ``k`` best columns of logits [..., V], best first, and their softmax probabilities: [..., k] each."""
     best = logits.topk(min(k, logits.shape[-1]), dim=-1)
-    return best.indices, torch.exp(best.values - logits.logsumexp(dim=-1, keepdim=True))
+    # A row that says nothing guesses nothing: books of drafting must not be multiplied by what is not a number.
+    return best.indices, torch.exp(best.values - logits.logsumexp(dim=-1, keepdim=True)).nan_to_num(0.0)
 
 
 def best_tokens(
@@ -150,11 +155,12 @@ class ModelRunner(Protocol):
         ...
 
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        """Lowest index of the maximum of each named row of [R, V]."""
+        """Lowest index of the maximum of each named row of [R, V]; :data:`NO_TOKEN` where that is not finite."""
         ...
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
-        """One token drawn from each named row after temperature, top-k, top-p and min-p, in that order."""
+        """One token drawn from each named row after temperature, top-k, top-p and min-p, in that order;
+        :data:`NO_TOKEN` where the highest logit is not finite."""
         ...
 
 

@@ -135,13 +135,3 @@ def _draw(runner: ModelRunner, logits: torch.Tensor, visits: SequenceOf[Visit]) 
         for i, token in zip(drawn, runner.sample(logits, [visit.row for visit in picked], params), strict=True):
             tokens[i] = token
     return tokens
-
-
-def logits_at(logits: torch.Tensor, places: SequenceOf[tuple[int, int]]) -> list[float]:
-    """The values at (row, column). One transfer from a device of its own; on the CPU no torch operation, which take
-    longer than the rest after a forward."""
-    if logits.is_cpu:
-        item = logits.numpy().item
-        return [item(place) for place in places]
-    rows, columns = zip(*places, strict=True) if places else ((), ())
-    return logits[list(rows), list(columns)].tolist()

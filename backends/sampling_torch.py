@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from backends.runner import RowSampling
+from backends.runner import NO_TOKEN, RowSampling
+
+
+def best_rows(logits: torch.Tensor) -> list[int]:
+    """Lowest index of the maximum of each row of ``logits`` [n, V]; ``NO_TOKEN`` where that is not finite."""
+    return torch.where(logits.amax(dim=-1).isfinite(), torch.argmax(logits, dim=-1), NO_TOKEN).tolist()
 
 
 def draw_rows(logits: torch.Tensor, params: RowSampling) -> list[int]:
@@ -14,8 +17,7 @@ def draw_rows(logits: torch.Tensor, params: RowSampling) -> list[int]:
 
     With a filter the kept tokens are taken most probable first, else in order of their ids; the token is the first
     whose cumulative weight exceeds the uniform number's share of the total. Rows are handled one by one, so that a
-    row's token does not depend on which other rows are drawn. A row from which nothing can be drawn, as its logits are
-    not finite, gives -1.
+    row's token does not depend on which other rows are drawn. ``NO_TOKEN`` where the highest logit is not finite.
     """
     return [
         _draw_row(
@@ -31,7 +33,8 @@ def draw_rows(logits: torch.Tensor, params: RowSampling) -> list[int]:
 
 
 def _draw_row(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
-    weights = torch.exp((row.double() - row.max().double()) / temperature)
+    highest = row.max()  # NaN where any of the row is
+    weights = torch.exp((row.double() - highest.double()) / temperature)
     ids: torch.Tensor | None = None
     if top_k > 0 or top_p < 1.0 or min_p > 0.0:
         weights, ids = torch.sort(weights, descending=True, stable=True)
@@ -47,10 +50,6 @@ def _draw_row(row: torch.Tensor, temperature: float, top_k: int, top_p: float, m
         weights = weights[keep]
         ids = ids[: len(keep)][keep]
     cumulative = torch.cumsum(weights, 0)
-    index = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    if index == len(weights):
-        # The share was rounded up to the total; or there is no total, and no comparison with it holds.
-        if not math.isfinite(float(cumulative[-1])):
-            return -1
-        index -= 1
-    return index if ids is None else int(ids[index])
+    index = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True).clamp(max=len(weights) - 1)
+    # One answer from the device: where the highest is not finite, the index says nothing.
+    return int(torch.where(highest.isfinite(), index if ids is None else ids[index], NO_TOKEN))

@@ -9,16 +9,14 @@ enough, p > min(epsilon, alpha * exp(-entropy)); faster at high temperature, but
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from backends.drafting import Draft
 from backends.runner import ModelRunner
-from backends.sampling import LogitProcessor, Visit, draw_tokens, logits_at
+from backends.sampling import LogitProcessor, Visit, draw_tokens
 from backends.types import Acceptance, SamplingParams
 
 TYPICAL_EPSILON = 0.09
@@ -84,28 +82,12 @@ def verify(runner: ModelRunner, logits: torch.Tensor, candidates: SequenceOf[Can
     return results
 
 
-def count_sound(
-    logits: torch.Tensor, first_rows: SequenceOf[int], results: SequenceOf[AcceptResult], vocabulary: int
-) -> list[int]:
-    """How many tokens of each result may be used: those before the first that was drawn from a broken row.
-
-    Such a row (a NaN somewhere in the weights) gives any token, also one outside the vocabulary.
-    """
-    sound: list[int] = []
-    drawn: list[tuple[int, int]] = []
-    for first_row, result in zip(first_rows, results, strict=True):
-        inside = len(result.tokens)
-        if min(result.tokens) < 0 or max(result.tokens) >= vocabulary:
-            inside = next(i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary)
-        sound.append(inside)
-        drawn += [(first_row + result.rows[i], result.tokens[i]) for i in range(inside)]
-    # One look for all tokens of the step.
-    values = logits_at(logits, drawn)
-    if all(map(math.isfinite, values)):
-        return sound
+def count_sound(results: SequenceOf[AcceptResult], vocabulary: int) -> list[int]:
+    """How many tokens of each result may be used: those before the first that is none, for the row that it was drawn
+    from is broken (:data:`backends.runner.NO_TOKEN`)."""
     return [
-        next((i for i, value in enumerate(values[end - count : end]) if not math.isfinite(value)), count)
-        for end, count in zip(accumulate(sound), sound, strict=True)
+        next((i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary), len(result.tokens))
+        for result in results
     ]
 
 
@@ -128,7 +110,7 @@ def _follow_typical(
         threshold = min(TYPICAL_EPSILON, TYPICAL_ALPHA * float(torch.exp(-entropy)))
         likely = [(float(log_p[token].exp()), token, row_below) for token, row_below in children[at[index]].items()]
         probability, token, row_below = max(likely)
-        if probability <= threshold:
+        if not probability > threshold:  # also of what is not a number
             return
         result.tokens.append(token)
         result.rows.append(at[index])

@@ -134,6 +134,19 @@ def test_refuses_tensors_that_do_not_fit(tmp_path, changes, message):
         load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB)
 
 
+def test_refuses_more_heads_than_a_step_can_verify(tmp_path):
+    shapes = {"up_weight": (17, 24, 2 * HIDDEN), "up_bias": (17, 24), "down_weight": (17, HIDDEN, 24)}
+    saved(tmp_path, random_heads())
+    change_tensors(
+        tmp_path, **{"up.bias": torch.zeros(shapes.pop("up_bias"))}, **{k: torch.zeros(v) for k, v in shapes.items()}
+    )
+    with pytest.raises(HeadsError, match=f"{WEIGHTS_FILE}: 17 heads; from 1 to 16 can be used"):
+        load_heads(tmp_path, hidden_size=HIDDEN, vocab_size=VOCAB)
+    with pytest.raises(HeadsError, match="20 heads; from 1 to 16"):
+        MedusaHeads(HIDDEN, 20, 24)
+    assert MedusaHeads(HIDDEN, 16, 24).num_heads == 16
+
+
 def test_refuses_a_torn_weights_file(tmp_path):
     path = saved(tmp_path, random_heads()) / WEIGHTS_FILE
     path.write_bytes(path.read_bytes()[:-100])

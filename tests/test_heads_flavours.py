@@ -140,6 +140,23 @@ def test_another_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
         load_checkpoint(tmp_path, backbone())
 
 
+def seventeen_heads(tensors: dict[str, torch.Tensor]) -> None:
+    some = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith("0.")}
+    tensors.update({f"{h}.{name}": tensor.clone() for h in range(17) for name, tensor in some.items()})
+
+
+def test_more_heads_than_a_step_can_verify_are_refused(tmp_path: Path) -> None:
+    make(made.v2, tmp_path)
+    retensor(tmp_path, V2, seventeen_heads)
+    with pytest.raises(HeadsError, match=f"{V2}: 17 heads; from 1 to 16 can be used"):
+        load_checkpoint(tmp_path, backbone())
+
+
+def test_more_heads_than_a_step_can_verify_are_not_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["heads", "train", "--heads", "17", "--prompts", "none", "--out", str(tmp_path / "out")]) == 2
+    assert "--heads is 17; at most 16 can be used" in capsys.readouterr().err
+
+
 class _Bomb:
     def __init__(self, target: Path) -> None:
         self._target = target

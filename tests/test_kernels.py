@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import random
+from copy import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from backends.batch import PAGE_SIZE, BatchBuilder
+from backends.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.heads import MedusaHeads
-from backends.native.library import load_library
-from backends.native.runner import NativeRunner
-from backends.runner import ModelRunner
-from backends.tree import CandidateTree
+from backends.native.library import NativeUnavailable, load_library
+from backends.native.runner import NativeRunner, unsupported_reason
+from backends.runner import ModelRunner, RowSampling
+from backends.tree import MAX_DEPTH, CandidateTree
 from tests.engine_helpers import (
     ARCHITECTURES,
     CONTEXT,
@@ -23,6 +26,7 @@ from tests.engine_helpers import (
     VOCAB,
     chunk_batch,
     make_runner,
+    native_or_skip,
     one_thread,  # noqa: F401
     path_rows,
     random_parents,
@@ -376,7 +380,10 @@ def test_sequential_heads_guess_what_follows_each_drafted_token(kind: str, draft
 
 
 def has_int8() -> bool:
-    return "native" in RUNNERS and bool(load_library().mg_has_int8())
+    try:
+        return bool(load_library().mg_has_int8())
+    except NativeUnavailable:
+        return False
 
 
 @pytest.mark.skipif("not has_int8()", reason="no kernels, or no eight-bit dot products here")
@@ -408,7 +415,6 @@ def test_eight_bit_heads_say_nearly_what_the_checkpoint_says(draft_ids: list[int
     assert sum(off) / len(off) < 0.03
 
 
-@pytest.mark.skipif("native" not in RUNNERS, reason="no native kernels here")
 def test_native_and_torch_follow_the_same_guesses() -> None:
     heads = random_heads(None, "hidden+token", sequential=True)
     native, torch_runner = (make_runner(kind, tiny_lm("llama")) for kind in ("native", "transformers"))
@@ -419,3 +425,169 @@ def test_native_and_torch_follow_the_same_guesses() -> None:
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.below is not None and other.below is not None
         assert one.below.tolist() == other.below.tolist()
+
+
+class TestWhatKernelsRefuse:
+    """Nothing that Python hands over may make the kernels read or write where they should not."""
+
+    @pytest.mark.parametrize(
+        ("array", "value", "message"),
+        [
+            ("tokens", VOCAB, "outside the vocabulary"),
+            ("tokens", -1, "outside the vocabulary"),
+            ("positions", CONTEXT, "positions holds one outside the context"),
+            ("positions", -1, "positions holds one outside the context"),
+            ("slots", 168 * PAGE_SIZE, "slots holds one outside the cache"),
+            ("slots", -5, "slots holds one outside the cache"),
+            ("tail_slots", 168 * PAGE_SIZE, "tail_slots holds one outside the cache"),
+            ("sequence", 1, "sequence holds one that has no pages"),
+            ("full_pages", 2, "more than the sequence's pages"),
+            ("full_pages", -1, "more than the sequence's pages"),
+            ("tail_offsets", -1, "tail_offsets do not ascend"),
+            ("tail_offsets", 1000, "tail_offsets do not ascend"),
+            ("page_offsets", 3, "page_offsets do not ascend"),
+            ("pages", 168, "pages holds one outside the cache"),
+            ("out_row", 20, "out_row holds one that is not in the step"),
+        ],
+    )
+    def test_a_step_with_a_number_out_of_bounds(self, array: str, value: int, message: str) -> None:
+        runner = shared_runner("native")
+        batch = chunk_batch(runner, [7], list(range(4, 9)), 3)
+        memory = copy(batch.memory)
+        wrong = StepBatch(memory, batch.ends)
+        getattr(wrong, array)[:1] = value
+        with pytest.raises(ValueError, match=message):
+            runner.forward(wrong)
+
+    def test_a_step_whose_arrays_are_not_as_long_as_they_should_be(self) -> None:
+        runner = shared_runner("native")
+        batch = chunk_batch(runner, [7], list(range(4, 9)), 3)
+        for index in range(len(batch.ends)):
+            for off in (-1, 1):
+                ends = list(batch.ends)
+                ends[index] += off
+                with pytest.raises(ValueError):
+                    runner.forward(StepBatch(batch.memory, tuple(ends)))
+        with pytest.raises(ValueError, match="memory"):
+            runner.forward(StepBatch(batch.memory[:-1], batch.ends))
+
+    def test_paths_deeper_than_a_tree_may_be(self) -> None:
+        """Room for the keys behind a row's full pages is that of 15 positions and 16 candidates."""
+        runner, deep = shared_runner("native"), MAX_DEPTH
+        for root, levels in ((14, deep), (14, deep + 1), (15, deep + 1)):
+            builder = BatchBuilder(scratch_base(runner))
+            builder.add_tree([3, 4, 5], 9, root, list(range(10, 10 + levels)), list(range(levels)))
+            if root == 14 and levels > deep:
+                with pytest.raises(ValueError, match="deeper than 16 levels"):
+                    runner.forward(builder.build())
+            else:
+                runner.forward(builder.build())
+
+    def test_states_and_logits_of_another_kind(self) -> None:
+        runner = shared_runner("native")
+        hidden = torch.zeros(6, runner.hidden_size)
+        for wrong in (
+            hidden.double(),
+            hidden.to(torch.bfloat16),
+            hidden.to("meta"),
+            hidden[:, :-1],
+            hidden.T.contiguous().T,
+            hidden[0],
+        ):
+            with pytest.raises(ValueError, match="hidden is"):
+                runner.logits(wrong)
+        logits = torch.zeros(4, VOCAB)
+        for wrong in (logits.double(), logits.to("meta"), logits.T, logits[0], logits.expand(8, 4, VOCAB)[:, 0].T):
+            with pytest.raises(ValueError, match="logits is"):
+                runner.argmax(wrong, [0])
+        for rows in ([4], [-1], [0, 9]):
+            with pytest.raises(ValueError, match="row of the logits"):
+                runner.argmax(logits, rows)
+        assert runner.argmax(logits[:, 5:60], [3, 0]) == [0, 0]
+
+    def test_parameters_of_another_kind(self) -> None:
+        runner, logits = shared_runner("native"), torch.zeros(4, VOCAB)
+        good = {
+            "temperature": np.ones(2, np.float32),
+            "top_k": np.zeros(2, np.int32),
+            "top_p": np.ones(2, np.float32),
+            "min_p": np.zeros(2, np.float32),
+            "uniform": np.full(2, 0.5),
+        }
+        runner.sample(logits, [0, 3], RowSampling(**good))
+        for name, values in good.items():
+            for wrong in (values[:1], values.astype(np.int64), np.repeat(values, 2)[::2]):
+                with pytest.raises(ValueError, match=name):
+                    runner.sample(logits, [0, 3], RowSampling(**{**good, name: wrong}))
+        with pytest.raises(ValueError, match="row of the logits"):
+            runner.sample(logits, [0, 4], RowSampling(**good))
+
+    def test_slots_that_are_not_there(self) -> None:
+        runner = shared_runner("native")
+        for source, target in (([0], [168 * PAGE_SIZE]), ([-1], [0])):
+            with pytest.raises(ValueError, match="slot to copy"):
+                runner.copy_slots(source, target)
+        with pytest.raises(ValueError, match="2 slots to copy from, 1 to copy to"):
+            runner.copy_slots([1, 2], [3])
+
+    def test_heads_asked_for_what_is_not_there(self) -> None:
+        runner = make_runner("native", tiny_lm("llama"))
+        hidden = alone(runner, random_prompt(random.Random(8), 3, 3))
+        bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=True))
+        for rows, token, message in (([3], 5, "row of the hidden states"), ([0], VOCAB, "outside the vocabulary")):
+            with pytest.raises(ValueError, match=message):
+                bound.propose(hidden, [[token]], 4, rows=rows)
+        with pytest.raises(ValueError, match="hidden is"):
+            bound.propose(hidden.double(), [[1]], 4, rows=[0])
+        with pytest.raises(ValueError, match="k must be"):
+            bound.propose(hidden, [[1]], 0, rows=[0])
+
+
+@pytest.mark.parametrize("heads", [96, 128])
+def test_any_number_of_query_heads_share_a_key_head(heads: int) -> None:
+    """Room for their sums once was for 96; the two others differ by how many fit a tile."""
+    native_or_skip()
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16 * heads,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).eval()
+    tokens = random_prompt(random.Random(9), 40, 40)
+    model.set_attn_implementation("eager")
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    runner = NativeRunner(model, num_pages=8, max_rows=64, max_context=64, threads=1)
+    found = runner.logits(alone(runner, tokens))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_models_that_kernels_would_misread_are_refused() -> None:
+    def with_(**changes: Any) -> Any:
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **changes}
+        config = LlamaConfig(vocab_size=99, hidden_size=64, intermediate_size=32, num_hidden_layers=1, **sizes)
+        return LlamaForCausalLM(config)
+
+    partly = with_()
+    partly.model.rotary_emb.inv_freq = partly.model.rotary_emb.inv_freq[:4]
+    assert unsupported_reason(with_()) is None
+    assert unsupported_reason(partly) == "rotary embedding over a part of each head"
+    uneven = with_()
+    uneven.config.num_key_value_heads = 3
+    assert unsupported_reason(uneven) == "4 query heads are no multiple of 3 key heads"
+    native_or_skip()
+    short = with_()
+    short.model.norm.weight = torch.nn.Parameter(torch.ones(32))
+    with pytest.raises(ValueError, match=r"norm is \[32\].*contiguous \[64\]"):
+        NativeRunner(short, num_pages=4, max_rows=16, max_context=32, threads=1)
+    for name in ("max_rows", "max_context"):
+        sizes = {"num_pages": 4, "max_rows": 16, "max_context": 32, "threads": 1, name: 0}
+        with pytest.raises(ValueError, match="must be positive"):
+            NativeRunner(with_(), **sizes)

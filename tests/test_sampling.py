@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from backends.runner import ModelRunner, RowSampling
+from backends.runner import NO_TOKEN, ModelRunner, RowSampling
 from backends.sampling import LogitProcessor, Visit, draw_tokens, keyed_uniform
 from backends.sampling_torch import draw_rows
 from backends.types import SamplingParams
@@ -159,7 +160,40 @@ class TestSampler:
         for row, ids in best.items():
             logits[row, ids] = 7.0
         assert shared_runner(kind).argmax(logits, [5, 2, 0, 1, 3, 4]) == [0, 3, 0, 99, 15, 97]
-        assert shared_runner(kind).argmax(torch.full((1, 33), -math.inf), [0]) == [0]
+
+    @pytest.mark.parametrize("size", [33, VOCAB])
+    def test_rows_of_no_number_give_no_token_and_change_no_other_row(self, kind: str, size: int) -> None:
+        """Every combination of filters; what is wrong may stand anywhere in a row."""
+        good = torch.linspace(-3, 3, size)
+        rows = []
+        for bad in (math.nan, math.inf):
+            for at in (0, 5, 17, size - 1):
+                row = good.clone()
+                row[at] = bad
+                rows.append(row)
+        rows += [torch.full((size,), bad) for bad in (math.nan, math.inf, -math.inf)]
+        mixed = torch.full((size,), -math.inf)
+        mixed[3] = math.nan
+        rows += [mixed, good]
+        logits, runner = torch.stack(rows), shared_runner(kind)
+        index = list(range(len(rows)))
+        assert runner.argmax(logits, index) == [NO_TOKEN] * (len(rows) - 1) + [size - 1]
+        filters = itertools.product((0, 1, 7, 10_000), (1.0, 0.9, 0.0), (0.0, 0.05, 1.0), (1e-6, 1.0, 2.0))
+        for top_k, top_p, min_p, temperature in filters:
+            uniform = np.full(len(rows), 0.5)
+            params = row_sampling(len(rows), uniform, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature)
+            *none, one = runner.sample(logits, index, params)
+            assert none == [NO_TOKEN] * (len(rows) - 1)
+            assert kept_tokens(good.numpy(), temperature, top_k, top_p, min_p).get(one)
+
+    def test_a_token_of_minus_infinity_is_never_drawn(self, kind: str) -> None:
+        row = torch.full((1, 40), -math.inf)
+        row[0, [7, 21]] = -50.0
+        runner = shared_runner(kind)
+        assert runner.argmax(row, [0]) == [7]
+        for filters in ({}, {"top_k": 30}, {"top_p": 0.999}, {"min_p": 0.2}, {"top_k": 30, "top_p": 0.999}):
+            params = row_sampling(2, np.array([0.0, np.nextafter(1.0, 0.0)]), **filters)
+            assert runner.sample(row.expand(2, -1).contiguous(), [0, 1], params) == [7, 21]
 
 
 def stable_cut(row: np.ndarray, temperature: float, top_k: int, top_p: float) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from backends.checkpoints.residual_heads import ResidualBlock, ResidualHeads
-from backends.heads import HeadsError
+from backends.heads import HeadsError, check_head_count
 
 Flavour = Literal["fasterdecoding-v1", "fasterdecoding-v2", "merged", "modelopt", "vllm"]
 
@@ -148,7 +148,8 @@ def _blocks(layers: dict[int, dict[str, torch.Tensor]], head: int, where: str) -
 
 
 def check_fit(heads: ResidualHeads, *, hidden_size: int, vocab_size: int, where: str) -> None:
-    """Raises :class:`HeadsError` when heads can't be used with a backbone of this size."""
+    """Raises :class:`HeadsError` when heads can't be used, or not with a backbone of this size."""
+    check_head_count(heads.num_heads, where)
     if heads.hidden_size != hidden_size:
         raise HeadsError(f"{where}: heads are for hidden size {heads.hidden_size}, the backbone has {hidden_size}")
     ids = heads.token_ids

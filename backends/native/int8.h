@@ -29,9 +29,9 @@ INLINE vf int8_to_float(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
 INLINE void int8_store16(int8_t *p, vi v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 #else
 enum { HAS_INT8 = 0 };  // never called; the heads' layers keep the model's element type
-INLINE vi int8_step(vi acc, vi unit, int32_t four) { return acc; }
+INLINE vi int8_step(vi acc, vi unit, int32_t four) { return (void)unit, (void)four, acc; }
 INLINE vf int8_to_float(vi v) { return (vf)v; }
-INLINE void int8_store16(int8_t *p, vi v) {}
+INLINE void int8_store16(int8_t *p, vi v) { (void)p, (void)v; }
 #endif
 
 // y [m_count, 4] = m_count rows from `row` on, times n_count units.
@@ -84,6 +84,7 @@ static void int8_multiply(int m_count, int n_count, const mg_int8 *layer, long f
     case (M) * 8 + (N): int8_tile(M, N, layer, first_unit, k_size, rows, row, y); break;
     switch (m_count * 8 + n_count) {
         CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(1, 4) CASE(2, 4) CASE(3, 4)
+        default: MG_ASSERT(!"no such tile");
     }
 #undef CASE
 }

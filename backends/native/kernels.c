@@ -1,4 +1,5 @@
 // CPU kernels of the decoding engine; plain C, called through ctypes. Build flags: see library.py.
+#include <float.h>
 #include <stdlib.h>
 
 #include "simd.h"
@@ -10,7 +11,7 @@ typedef struct {
 } mg_layer;
 
 typedef struct {
-    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, is_bf16, reserved;
+    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, is_bf16, vocab, max_context;
     float eps, scale;
     int64_t pages;
     const mg_layer *layer;
@@ -21,7 +22,7 @@ typedef struct {
 
 // One step's rows. slots: where a row's key and value go (page * 16 + offset). full_pages: how many leading pages of
 // the sequence a row sees whole; its remaining keys are tail_slots[tail_offsets[row] : tail_offsets[row + 1]], in
-// order of position (at most 32, the row itself last). Rows of one sequence are adjacent.
+// order of position (at most MAX_TAIL, the row itself last). Rows of one sequence are adjacent.
 typedef struct {
     int32_t rows, out_rows;
     const int32_t *tokens, *positions, *slots, *sequence, *full_pages, *tail_offsets, *tail_slots;
@@ -36,7 +37,7 @@ typedef struct {
 
 // With is_int8, the layers are up8, down8 and draft_lm_head8; the other three are not set.
 typedef struct {
-    int32_t heads, hidden, inner, in_size, draft_vocab_padded, draft_vocab, is_bf16, is_int8;
+    int32_t heads, hidden, inner, in_size, draft_vocab_padded, draft_vocab, vocab, is_bf16, is_int8;
     const void *up, *down, *draft_lm_head, *embed;
     const float *up_bias;
     const int32_t *draft_ids;
@@ -66,7 +67,10 @@ typedef struct {
     int32_t *tiles;
     char *scratch;  // scratch_size bytes for each thread
     size_t scratch_size;
+    int max_rows;
 } mg_workspace;
+
+#include "checks.h"
 
 // What a linear layer does with its products; see linear() in transformer.h.
 typedef enum { STORE, ADD, SILU_MUL, STORE_SILU } mg_epilogue;
@@ -77,6 +81,7 @@ static void top_k_row(const float *row, int n, int k, int32_t *id, float *probab
 static void follow_open(mg_follow *follow, int s, int at, int row_above, int *rows) {
     const long base = (long)s * follow->lists, guess = base * follow->k + at;
     const int list = follow->count[s]++;
+    MG_ASSERT(list < follow->lists && at >= 0 && at / follow->k < list);
     follow->below[guess] = list;
     follow->survival[base + list] = follow->survival[base + at / follow->k] * follow->probabilities[guess];
     follow->from[*rows] = row_above;
@@ -175,15 +180,19 @@ void mg_workspace_free(mg_workspace *ws) {
     free(ws);
 }
 
-// NULL when out of memory.
-mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int max_context, int threads) {
+// NULL when the model can be run.
+const char *mg_model_fault(const mg_model *model, int max_rows, int threads) { return check_model(model, max_rows, threads); }
+
+// For a model without a fault. NULL when out of memory.
+mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads) {
     mg_workspace *ws = calloc(1, sizeof *ws);
     if (!ws) return NULL;
+    ws->max_rows = max_rows;
     const size_t rows = max_rows, q_size = (size_t)model->heads * model->head_dim;
     const size_t qkv_size = q_size + 2 * (size_t)model->kv_heads * model->head_dim;
     const int group = model->heads / model->kv_heads;
-    const size_t tile_rows = group >= 12 ? 1 : 12 / group, tile_m = tile_rows * group;
-    const size_t width = (size_t)max_context + 3 * LANES;
+    const size_t tile_rows = group >= MAX_TILE_ROWS ? 1 : MAX_TILE_ROWS / group, tile_m = tile_rows * group;
+    const size_t width = (size_t)model->max_context + 3 * LANES;
     ws->x_norm = aligned(rows * model->hidden * 4);
     ws->q = aligned(rows * q_size * 4);
     ws->attention = aligned(rows * q_size * 4);
@@ -192,7 +201,8 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int max_cont
     ws->qkv = aligned(rows * qkv_size * 4);
     ws->tiles = aligned(rows * 2 * sizeof(int32_t));
     ws->scratch_size = sizeof(void *) * (width / LANES + 2) + 64 + 2 * 4 * tile_m * width +
-                       2 * 4 * tile_m * model->head_dim + 2 * 2 * 4 * tile_rows * LANES * model->head_dim + 4096;
+                       2 * 4 * tile_m * model->head_dim + 2 * TAIL_PAGES * 4 * tile_rows * LANES * model->head_dim +
+                       4 * tile_m + 4096;
     ws->scratch_size = (ws->scratch_size + 4095) / 4096 * 4096;
     ws->scratch = aligned(ws->scratch_size * threads);
     if (!ws->x_norm || !ws->q || !ws->attention || !ws->act || !ws->residual || !ws->qkv || !ws->tiles || !ws->scratch) {
@@ -202,12 +212,18 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int max_cont
     return ws;
 }
 
-// hidden_out [out_rows, hidden]: final-norm hidden states of the rows named by batch->out_row.
-void mg_forward(mg_pool *pool, const mg_model *model, const mg_batch *batch, mg_workspace *ws, void *hidden_out) {
+// memory: the arrays of a step one behind the other; ends: where each of them ends. hidden_out [out_rows, hidden]:
+// final-norm hidden states of the rows named by out_row. NULL, or what is wrong with the arrays.
+const char *mg_forward(mg_pool *pool, const mg_model *model, const int32_t *memory, const int32_t *ends, mg_workspace *ws,
+                       void *hidden_out) {
+    mg_batch batch;
+    const char *fault = check_batch(model, ws->max_rows, memory, ends, &batch);
+    if (fault) return fault;
     if (model->is_bf16)
-        forward_bf16(pool, model, batch, ws, hidden_out);
+        forward_bf16(pool, model, &batch, ws, hidden_out);
     else
-        forward_f32(pool, model, batch, ws, hidden_out);
+        forward_f32(pool, model, &batch, ws, hidden_out);
+    return NULL;
 }
 
 // out [rows, units * 16] float32 = x [rows, k_size] times packed weights.
@@ -217,16 +233,19 @@ void mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size,
     pool_run(pool, is_bf16 ? project_member_bf16 : project_member_f32, is_bf16 ? (void *)&job : (void *)&job_f32);
 }
 
-// Keys and values of slots `from` are copied to slots `to`, in every layer.
-void mg_copy_slots(const mg_model *model, const int32_t *from, const int32_t *to, int n) {
+// Keys and values of slots `from` are copied to slots `to`, in every layer. NULL, or what is wrong.
+const char *mg_copy_slots(const mg_model *model, const int32_t *from, const int32_t *to, int n) {
+    const char *fault = check_slots(model, from, to, n);
+    if (fault) return fault;
     if (model->is_bf16)
         copy_slots_bf16(model, from, to, n);
     else
         copy_slots_f32(model, from, to, n);
+    return NULL;
 }
 
-// logits [heads * n, draft_vocab_padded] float32, head-major. Returns 1 when out of memory.
-int mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, const void *x, int n, float *logits) {
+// logits [heads * n, draft_vocab_padded] float32, head-major. NULL, or what is wrong.
+const char *mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, const void *x, int n, float *logits) {
     const size_t rows = (size_t)heads->heads * n;
     void *act = aligned(rows * heads->inner * 4), *state_t = aligned(rows * heads->hidden * 4);
     float *state = aligned(rows * heads->hidden * 4);
@@ -240,17 +259,17 @@ int mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, cons
     free(act);
     free(state);
     free(state_t);
-    return failed;
+    return failed ? NO_MEMORY : NULL;
 }
 
-static int follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, size_t rows) {
+static const char *follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, size_t rows) {
     const size_t floats[] = {heads->in_size, heads->inner, heads->hidden, heads->hidden, heads->draft_vocab_padded};
     const size_t bytes[] = {heads->in_size, heads->inner, heads->hidden};
     size_t size = 0;
     for (int i = 0; i < 5; i++) size += rows * floats[i] * sizeof(float);
     for (int i = 0; i < 3; i++) size += rows * (bytes[i] + (int8_groups(bytes[i]) + 1) * sizeof(float));
     void *memory = aligned(size);
-    if (!memory) return 1;
+    if (!memory) return NO_MEMORY;
     float *part[5], *next = memory;
     for (int i = 0; i < 5; i++, next += rows * floats[i - 1]) part[i] = next;
     int8_rows quantised[3];
@@ -265,11 +284,15 @@ static int follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *follow, 
                            quantised[0], quantised[1], quantised[2]};
     pool_run(pool, follow_int8_member, &job);
     free(memory);
-    return 0;
+    return NULL;
 }
 
-// Guesses of sequential heads; what `follow` points to, but for pending tokens and plans, is written here. Returns 1 when out of memory.
-int mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, int max_rows) {
+// Guesses of sequential heads from states hidden [hidden_rows, hidden]; max_rows: of a level. What `follow` points to, but
+// for rows, pending tokens and plans, is written here. NULL, or what is wrong.
+const char *mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, int hidden_rows,
+                            int max_rows) {
+    const char *fault = check_follow(heads, follow, hidden_rows, max_rows);
+    if (fault) return fault;
     const size_t rows = max_rows;
     follow_begin(follow);
     if (heads->is_int8) return follow_int8(pool, heads, follow, hidden, rows);
@@ -289,16 +312,27 @@ int mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, con
     free(other);
     free(sums);
     free(logits);
-    return failed;
+    return failed ? NO_MEMORY : NULL;
 }
 
+// The maximum of a row; NaN where any of it is. Finite, hence, when a token can be drawn from the row: -inf is a token that
+// is never drawn.
 static float row_max(const float *row, int n) {
     vf top = vf_set(-INFINITY);
+    vi unordered = {0};
     int i = 0;
-    for (; i + LANES <= n; i += LANES) top = vf_max(top, vf_load(row + i));
+    for (; i + LANES <= n; i += LANES) {
+        const vf v = vf_load(row + i);
+        unordered |= v != v;
+        top = vf_max(top, v);
+    }
     float m = vf_hmax(top);
-    for (; i < n; i++) m = row[i] > m ? row[i] : m;
-    return m;
+    int nan = vi_any(unordered);
+    for (; i < n; i++) {
+        nan |= row[i] != row[i];
+        m = row[i] > m ? row[i] : m;
+    }
+    return nan ? NAN : m;
 }
 
 typedef struct {
@@ -316,20 +350,26 @@ static void argmax_member(mg_member *member, void *arguments) {
         const float *row = job->logits + job->row_index[r] * job->stride;
         const float m = row_max(row, job->n);
         int best = 0;
-        while (best < job->n - 1 && row[best] != m) best++;
-        job->ids[r] = row[best] == m ? best : 0;
+        if (!isfinite(m)) best = -1;
+        else while (row[best] != m) best++;
+        job->ids[r] = best;
     }
 }
 
-// For each of the named rows, the lowest index that holds its maximum; 0 for a row of NaN.
-void mg_argmax(mg_pool *pool, const float *logits, const int32_t *row_index, int rows, int64_t stride, int n, int32_t *out) {
+// For each of the named rows of logits [logit_rows, n], the lowest index that holds its maximum; -1 where that is not
+// finite. NULL, or what is wrong.
+const char *mg_argmax(mg_pool *pool, const float *logits, int logit_rows, int64_t stride, int n, const int32_t *row_index,
+                      int rows, int32_t *out) {
+    const char *fault = check_rows(row_index, rows, logit_rows, n);
+    if (fault) return fault;
     rank_job job = {.logits = logits, .row_index = row_index, .rows = rows, .n = n, .stride = stride, .ids = out};
     pool_run(pool, argmax_member, &job);
+    return NULL;
 }
 
 static void top_k_row(const float *row, int n, int k, int32_t *id, float *probabilities) {
     const float m = row_max(row, n);
-    float best[32], rest = 0.0f;
+    float best[MAX_RANKS], rest = 0.0f;
     int held = 0;
     vf sum = vf_set(0.0f);
     for (int i = 0; i < n; i += LANES) {
@@ -353,7 +393,8 @@ static void top_k_row(const float *row, int n, int k, int32_t *id, float *probab
         }
     }
     const float total = vf_sum(sum) + rest;
-    for (int j = 0; j < k; j++) probabilities[j] = j < held ? expf(best[j] - m) / total : 0.0f;
+    // A row that says nothing guesses nothing: books of drafting must not be multiplied by what is not a number.
+    for (int j = 0; j < k; j++) probabilities[j] = isfinite(m) ? expf(best[j] - m) / total : 0.0f;
 }
 
 static void top_k_member(mg_member *member, void *arguments) {
@@ -363,11 +404,14 @@ static void top_k_member(mg_member *member, void *arguments) {
                   job->probabilities + (long)r * job->k);
 }
 
-// The k best of each row with their softmax probabilities, best first (ties: lower index first); k <= 32.
-void mg_top_k(mg_pool *pool, const float *logits, int rows, int64_t stride, int n, int k, int32_t *ids, float *probabilities) {
+// The k best of each row with their softmax probabilities, best first (ties: lower index first). NULL, or what is wrong.
+const char *mg_top_k(mg_pool *pool, const float *logits, int rows, int64_t stride, int n, int k, int32_t *ids,
+                     float *probabilities) {
+    if (k < 1 || k > MAX_RANKS || k > n) return "k must be from 1 to 32, and at most the columns";
     rank_job job = {
         .logits = logits, .rows = rows, .n = n, .k = k, .stride = stride, .ids = ids, .probabilities = probabilities};
     pool_run(pool, top_k_member, &job);
+    return NULL;
 }
 
 typedef struct { float weight; int32_t id; } weighted;
@@ -381,10 +425,13 @@ static int heavier_first(const void *a, const void *b) {
 enum { BLOCK = 256 };
 
 // Inverse-CDF draw of one token with uniform number u in [0, 1). weights: scratch of n floats; candidates: of n pairs.
+// -1 when there is none to draw: something in the row is NaN or +inf, or all of it is -inf.
 static int32_t draw(const float *row, int n, float temperature, int top_k, float top_p, float min_p, double u,
                     float *weights, weighted *candidates) {
     const float m = row_max(row, n);
-    const vf inverse = vf_set(1.0f / temperature), highest = vf_set(m);
+    if (!isfinite(m)) return -1;
+    // At most FLT_MAX, for 0 * inf is no weight.
+    const vf inverse = vf_set(fminf(1.0f / temperature, FLT_MAX)), highest = vf_set(m);
     double total = 0.0;
     for (int i = 0; i < n; i += BLOCK) {
         vf sum = vf_set(0.0f);
@@ -425,6 +472,8 @@ static int32_t draw(const float *row, int n, float temperature, int top_k, float
             (threshold <= min_p && !whole_top_k))
             break;
     }
+    // The highest logit has weight 1, so something is always held.
+    MG_ASSERT(held > 0);
     qsort(candidates, held, sizeof *candidates, heavier_first);
     if (top_k > 0 && held > top_k) held = top_k;
     if (top_p < 1.0f) {
@@ -477,11 +526,14 @@ static void sample_member(mg_member *member, void *arguments) {
     }
 }
 
-// One draw from each of the named rows; the parameters are arrays of one value per draw. Returns 1 when out of memory.
-int mg_sample(mg_pool *pool, const float *logits, const int32_t *row_index, int rows, int64_t stride, int n,
-              const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p, const double *u,
-              int32_t *out) {
+// One draw from each of the named rows of logits [logit_rows, n]; the parameters are arrays of one value per draw. -1 where
+// no token can be drawn. NULL, or what is wrong.
+const char *mg_sample(mg_pool *pool, const float *logits, int logit_rows, int64_t stride, int n, const int32_t *row_index,
+                      int rows, const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p,
+                      const double *u, int32_t *out) {
+    const char *fault = check_rows(row_index, rows, logit_rows, n);
+    if (fault) return fault;
     sample_job job = {logits, row_index, rows, n, stride, temperature, top_k, top_p, min_p, u, out, 0};
     pool_run(pool, sample_member, &job);
-    return atomic_load(&job.failed);
+    return atomic_load(&job.failed) ? NO_MEMORY : NULL;
 }

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from backends.batch import PAGE_SIZE, StepBatch
+from backends.batch import ARRAYS, PAGE_SIZE, StepBatch
 from backends.cores import usable_cores
 from backends.follow import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads import MedusaHeads
 from backends.native import library as lib
 from backends.native.arena import WeightArena, zeros
+from backends.native.checked import address_of, matrix_of, refuse, values_of
 from backends.runner import Proposals, RowSampling
 from backends.tree import MAX_RANKS, CandidateTree
 
@@ -39,6 +40,8 @@ def unsupported_reason(model: Any) -> str | None:
         return f"activation {config.hidden_act!r} is not silu"
     if head_dim % LANES or config.hidden_size % LANES or config.intermediate_size % LANES:
         return "hidden, intermediate and head sizes must be multiples of 16"
+    if config.num_attention_heads % config.num_key_value_heads:
+        return f"{config.num_attention_heads} query heads are no multiple of {config.num_key_value_heads} key heads"
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "sliding window attention"
     if getattr(config, "mlp_bias", False) or model.model.layers[0].self_attn.o_proj.bias is not None:
@@ -46,6 +49,8 @@ def unsupported_reason(model: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
         return f"rope type {rope.get('rope_type')!r} changes with the length of the sequence"
+    if 2 * model.model.rotary_emb.inv_freq.shape[0] != head_dim:
+        return "rotary embedding over a part of each head"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {model.dtype}"
     if getattr(config, "quantization_config", None) is not None:
@@ -106,10 +111,11 @@ class NativeRunner:
         head_dim, kv_heads = _head_dim(config), config.num_key_value_heads
         scratch_pages = -(-max_rows // PAGE_SIZE)
         pool = (config.num_hidden_layers, num_pages + scratch_pages, kv_heads * head_dim * PAGE_SIZE)
-        layers = (lib.Layer * pool[0])(*(self._layer(layer) for layer in model.model.layers))
+        layers = (lib.Layer * pool[0])(*(self._layer(layer, config) for layer in model.model.layers))
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(max_context)[None])
+        half = head_dim // 2
         self.embeddings: torch.Tensor = model.model.embed_tokens.weight.detach().contiguous()
-        self._lm_head = self.arena.keep(pack(model.lm_head.weight.detach()))
+        self._lm_head = self._packed("lm_head", model.lm_head.weight, self.vocab_size, self.hidden_size)
         self._lm_head_address = self._lm_head.data_ptr()
         self._vocab_padded = self._lm_head.shape[0] * LANES
         self._hidden = _Buffer(max_rows, self.hidden_size, self.hidden_size, self.dtype)
@@ -124,18 +130,21 @@ class NativeRunner:
             head_dim=head_dim,
             intermediate=config.intermediate_size,
             is_bf16=self._is_bf16,
+            vocab=self.vocab_size,
+            max_context=max_context,
             eps=config.rms_norm_eps,
             scale=model.model.layers[0].self_attn.scaling,
             pages=pool[1],
             layer=layers,
-            embed=self._pointer(self.embeddings),
-            final_norm=self._float(model.model.norm.weight),
-            cos=self._float(cos[0, :, : head_dim // 2]),
-            sin=self._float(sin[0, :, : head_dim // 2]),
-            k_pool=self._pointer(self._k_pool),
-            v_pool=self._pointer(self._v_pool),
+            embed=address_of("embed_tokens", self.embeddings, (self.vocab_size, self.hidden_size), self.dtype),
+            final_norm=self._float("norm", model.model.norm.weight, self.hidden_size),
+            cos=self._float("cos", cos[0, :, :half], max_context, half),
+            sin=self._float("sin", sin[0, :, :half], max_context, half),
+            k_pool=address_of("k_pool", self._k_pool, pool, self.dtype),
+            v_pool=address_of("v_pool", self._v_pool, pool, self.dtype),
         )
-        self._workspace = self._lib.mg_workspace_new(self._model, max_rows, max_context, self.threads)
+        refuse(self._lib.mg_model_fault(self._model, max_rows, self.threads))
+        self._workspace = self._lib.mg_workspace_new(self._model, max_rows, self.threads)
         self._pool = self._lib.mg_pool_new(self.threads)
         if not self._workspace or not self._pool:
             raise MemoryError("no memory or threads for the kernels' workspace")
@@ -149,21 +158,22 @@ class NativeRunner:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if batch.rows > self.max_rows:
             raise ValueError(f"{batch.rows} rows in a step of at most {self.max_rows}")
-        first, _ = batch.memory.buffer_info()
-        starts = (first, *(first + 4 * end for end in batch.ends[:-1]))
-        rows = lib.Batch(batch.rows, batch.outputs, *starts)
-        self._lib.mg_forward(self._pool, self._model, rows, self._workspace, self._hidden.address)
+        memory, ends = batch.memory, array("i", batch.ends)
+        if memory.typecode != "i" or len(ends) != len(ARRAYS) or len(memory) != ends[-1]:
+            raise ValueError("a step's memory must hold its arrays as C ints, and end where the last of them does")
+        (first, _), (of_ends, _) = memory.buffer_info(), ends.buffer_info()
+        refuse(self._lib.mg_forward(self._pool, self._model, first, of_ends, self._workspace, self._hidden.address))
         return self._hidden.rows(batch.outputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        count = hidden.shape[0]
+        address, count = self.states(hidden)
         if count > self._logits.size:
             size = max(count, 2 * self._logits.size)
             self._logits = _Buffer(size, self._vocab_padded, self.vocab_size, torch.float32)
         self._lib.mg_project(
             self._pool,
             self._is_bf16,
-            hidden.data_ptr(),
+            address,
             count,
             self.hidden_size,
             self._lm_head_address,
@@ -172,75 +182,104 @@ class NativeRunner:
         )
         return self._logits.rows(count)
 
+    def states(self, hidden: torch.Tensor) -> tuple[int, int]:
+        """Address and number of hidden states [n, H]; most often those that :meth:`forward` gave last."""
+        if hidden is self._hidden.last:
+            return self._hidden.address, self._hidden.count
+        count = hidden.shape[0]
+        return address_of("hidden", hidden, (count, self.hidden_size), self.dtype), count
+
     def copy_slots(self, source: list[int], target: list[int]) -> None:
+        if len(source) != len(target):
+            raise ValueError(f"{len(source)} slots to copy from, {len(target)} to copy to")
         if source:
             pair = array("i", [*source, *target])
             first, _ = pair.buffer_info()
-            self._lib.mg_copy_slots(self._model, first, first + 4 * len(source), len(source))
+            refuse(self._lib.mg_copy_slots(self._model, first, first + 4 * len(source), len(source)))
 
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
         index = array("i", [*rows, *rows])
         first, _ = index.buffer_info()
-        address, stride, columns = self._logits.layout(logits)
-        self._lib.mg_argmax(self._pool, address, first, len(rows), stride, columns, first + 4 * len(rows))
+        matrix = self._layout(logits)
+        refuse(self._lib.mg_argmax(self._pool, *matrix, first, len(rows), first + 4 * len(rows)))
         return index[len(rows) :].tolist()
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
+        count = len(rows)
         index = array("i", [*rows, *rows])
         first, _ = index.buffer_info()
-        address, stride, columns = self._logits.layout(logits)
-        failed = self._lib.mg_sample(
-            self._pool,
-            address,
-            first,
-            len(rows),
-            stride,
-            columns,
-            params.temperature.ctypes.data,
-            params.top_k.ctypes.data,
-            params.top_p.ctypes.data,
-            params.min_p.ctypes.data,
-            params.uniform.ctypes.data,
-            first + 4 * len(rows),
+        refuse(
+            self._lib.mg_sample(
+                self._pool,
+                *self._layout(logits),
+                first,
+                count,
+                values_of("temperature", params.temperature, count, np.float32),
+                values_of("top_k", params.top_k, count, np.int32),
+                values_of("top_p", params.top_p, count, np.float32),
+                values_of("min_p", params.min_p, count, np.float32),
+                values_of("uniform", params.uniform, count, np.float64),
+                first + 4 * count,
+            )
         )
-        if failed:
-            raise MemoryError("no memory to sample")
-        return index[len(rows) :].tolist()
+        return index[count:].tolist()
+
+    def _layout(self, logits: torch.Tensor) -> tuple[int, int, int, int]:
+        """Address, rows, elements from row to row, and columns: most often of the logits given last."""
+        if logits is self._logits.last:
+            return self._logits.address, self._logits.count, self._logits.stride, self.vocab_size
+        address, stride = matrix_of("logits", logits, torch.float32)
+        return address, logits.shape[0], stride, logits.shape[1]
 
     def bind_heads(self, heads: MedusaHeads) -> NativeHeads:
         return NativeHeads(self, heads)
 
-    def _pointer(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+    def _packed(self, name: str, weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+        """The kernels' operand of a weight matrix, in the arena."""
+        weight = weight.detach()
+        address_of(name, weight.contiguous(), (rows, columns), self.dtype)
+        return self.arena.keep(pack(weight))
 
-    def _float(self, tensor: torch.Tensor) -> int:
-        return self._pointer(tensor.detach().to(torch.float32).contiguous())
+    def _float(self, name: str, tensor: torch.Tensor, *shape: int) -> int:
+        kept = tensor.detach().to(torch.float32).contiguous()
+        self._kept.append(kept)
+        return address_of(name, kept, shape, torch.float32)
 
-    def _layer(self, layer: Any) -> lib.Layer:
+    def _layer(self, layer: Any, config: Any) -> lib.Layer:
         attention, mlp = layer.self_attn, layer.mlp
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, _head_dim(config)
+        q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        qkv_size = q_size + 2 * kv_size
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        gate, up = pack(mlp.gate_proj.weight.detach()), pack(mlp.up_proj.weight.detach())
+        # Gate and up units alternate, so that one chunk of columns holds both operands of the product.
+        gate_up = [projection.weight.detach().unflatten(0, (-1, LANES)) for projection in (mlp.gate_proj, mlp.up_proj)]
+        weights = {
+            "qkv": (torch.cat([projection.weight for projection in projections]), qkv_size, hidden),
+            "o": (attention.o_proj.weight, hidden, q_size),
+            "gate_up": (torch.stack(gate_up, dim=1).flatten(0, 2), 2 * inner, hidden),
+            "down": (mlp.down_proj.weight, hidden, inner),
+        }
         biases = [projection.bias for projection in projections]
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        floats = {
+            "attention_norm": (layer.input_layernorm.weight, hidden),
+            "mlp_norm": (layer.post_attention_layernorm.weight, hidden),
+            "qkv_bias": (None if biases[0] is None else torch.cat(biases), qkv_size),
+            **{
+                name: (getattr(getattr(attention, name, None), "weight", None), head_dim)
+                for name in ("q_norm", "k_norm")
+            },
+        }
+        kept = {name: self._packed(name, *weight) for name, weight in weights.items()}
+        self._kept += kept.values()
         return lib.Layer(
-            qkv=self._pointer(
-                self.arena.keep(pack(torch.cat([projection.weight.detach() for projection in projections])))
-            ),
-            o=self._pointer(self.arena.keep(pack(attention.o_proj.weight.detach()))),
-            # Gate and up units alternate, so that one chunk of columns holds both operands of the product.
-            gate_up=self._pointer(self.arena.keep(torch.stack([gate, up], dim=1).contiguous())),
-            down=self._pointer(self.arena.keep(pack(mlp.down_proj.weight.detach()))),
-            attention_norm=self._float(layer.input_layernorm.weight),
-            mlp_norm=self._float(layer.post_attention_layernorm.weight),
-            qkv_bias=None if biases[0] is None else self._float(torch.cat(biases)),
-            q_norm=None if norms[0] is None else self._float(norms[0].weight),
-            k_norm=None if norms[1] is None else self._float(norms[1].weight),
+            **{name: weight.data_ptr() for name, weight in kept.items()},
+            **{name: None if each is None else self._float(name, each, size) for name, (each, size) in floats.items()},
         )
 
 
 class _Buffer:
-    """Rows that every call writes again; views of them are made once."""
+    """Rows that every call writes again; views of them are made once. ``last``: the view given last, of ``count`` rows;
+    who sees it again need not ask torch about it."""
 
     def __init__(self, size: int, stride: int, columns: int, dtype: torch.dtype) -> None:
         self.size, self.stride = size, stride
@@ -248,21 +287,16 @@ class _Buffer:
         self._columns = columns
         self.address = self._memory.data_ptr()
         self._views: dict[int, torch.Tensor] = {}
-        self._last: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
+        self.count = 0
 
     def rows(self, count: int) -> torch.Tensor:
         """The first ``count`` rows."""
         view = self._views.get(count)
         if view is None:
             view = self._views[count] = self._memory[:count, : self._columns]
-        self._last = view
+        self.last, self.count = view, count
         return view
-
-    def layout(self, tensor: torch.Tensor) -> tuple[int, int, int]:
-        """Address, elements from row to row, and columns of a matrix: most often the rows given last."""
-        if tensor is self._last:
-            return self.address, self.stride, self._columns
-        return tensor.data_ptr(), tensor.stride(0), tensor.shape[1]
 
 
 class NativeHeads:
@@ -271,6 +305,8 @@ class NativeHeads:
     def __init__(self, runner: NativeRunner, heads: MedusaHeads) -> None:
         if heads.inner_size % LANES:
             raise ValueError(f"inner size {heads.inner_size} of the heads is not a multiple of {LANES}")
+        if heads.hidden_size != runner.hidden_size:
+            raise ValueError(f"heads are for hidden size {heads.hidden_size}, the backbone has {runner.hidden_size}")
         self._runner = runner
         self._heads = heads
         self.num_heads = heads.num_heads
@@ -303,11 +339,12 @@ class NativeHeads:
             in_size=heads.up.weight.shape[2],
             draft_vocab_padded=self._vocab_padded,
             draft_vocab=len(self._draft_ids),
+            vocab=runner.vocab_size,
             is_bf16=runner._is_bf16,
             is_int8=int8,
             embed=runner.embeddings.data_ptr(),
-            up_bias=bias.data_ptr(),
-            draft_ids=self._draft_ids.ctypes.data,
+            up_bias=address_of("up.bias", bias, (self.num_heads * heads.inner_size,), torch.float32),
+            draft_ids=values_of("draft_token_ids", self._draft_ids, len(self._draft_ids), np.int32),
             **layers,
         )
 
@@ -338,33 +375,28 @@ class NativeHeads:
             return self._follow(hidden, range(len(contexts)) if rows is None else rows, contexts, k, trees, least)
         if rows is not None:
             hidden = hidden[list(rows)]
-        runner, n = self._runner, len(contexts)
+        runner, n, vocab = self._runner, len(contexts), len(self._draft_ids)
         pending = [context[-1] for context in contexts]
-        k = min(k, MAX_RANKS, len(self._draft_ids))
-        hidden = hidden.contiguous()
+        k = min(k, MAX_RANKS, vocab)
+        hidden = hidden[:n].contiguous()
         block_input = self._heads.block_input(hidden, runner.embeddings[pending]).contiguous()
         count = self.num_heads * n
         logits = torch.empty(count, self._vocab_padded, dtype=torch.float32)
-        if runner._lib.mg_heads_logits(
-            runner._pool,
-            ctypes.byref(self._struct),
-            block_input.data_ptr(),
-            hidden.data_ptr(),
-            n,
-            logits.data_ptr(),
-        ):
-            raise MemoryError("no memory for the heads")
+        refuse(
+            runner._lib.mg_heads_logits(
+                runner._pool,
+                ctypes.byref(self._struct),
+                address_of("the heads' input", block_input, (n, self._struct.in_size), runner.dtype),
+                address_of("hidden", hidden, (n, runner.hidden_size), runner.dtype),
+                n,
+                logits.data_ptr(),
+            )
+        )
         ids = np.empty((self.num_heads, n, k), dtype=np.int32)
         probabilities = np.empty((self.num_heads, n, k), dtype=np.float32)
-        runner._lib.mg_top_k(
-            runner._pool,
-            logits.data_ptr(),
-            count,
-            self._vocab_padded,
-            len(self._draft_ids),
-            k,
-            ids.ctypes.data,
-            probabilities.ctypes.data,
+        given, guessed = (ids.ctypes.data, probabilities.ctypes.data)
+        refuse(
+            runner._lib.mg_top_k(runner._pool, logits.data_ptr(), count, self._vocab_padded, vocab, k, given, guessed)
         )
         tokens = self._draft_ids[ids]
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(n)]
@@ -380,7 +412,7 @@ class NativeHeads:
     ) -> list[Proposals]:
         runner, n = self._runner, len(contexts)
         k = min(k, MAX_RANKS, self._struct.draft_vocab)
-        hidden = hidden.contiguous()
+        of_hidden, hidden_rows = runner.states(hidden.contiguous())
         plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
         width, lists = WIDTH, 1 + WIDTH * (self.num_heads - 1)
         for plan in plans.values():
@@ -405,10 +437,16 @@ class NativeHeads:
             *(n, lists, k, WIDTH, least, 0, 0, of_rows, of_rows + 4 * n, *of_plans),
             *(tokens, below, of_floats, of_floats + 4 * guesses, *kept),
         )
-        if runner._lib.mg_heads_follow(
-            runner._pool, ctypes.byref(self._struct), ctypes.byref(follow), hidden.data_ptr(), n * width
-        ):
-            raise MemoryError("no memory for the heads")
+        refuse(
+            runner._lib.mg_heads_follow(
+                runner._pool,
+                ctypes.byref(self._struct),
+                ctypes.byref(follow),
+                of_hidden,
+                hidden_rows,
+                n * width,
+            )
+        )
         levels: int = follow.levels
         found = []
         for i, used in enumerate(integers[2 * guesses : 2 * guesses + n]):

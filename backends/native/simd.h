@@ -64,6 +64,12 @@ INLINE int vf_any_above(vf v, float x) {
 #endif
 }
 
+INLINE int vi_any(vi v) {
+    int any = 0;
+    for (int i = 0; i < LANES; i++) any |= v[i];
+    return any != 0;
+}
+
 // exp(x), polynomial of degree 6 after range reduction by ln 2 (Cody and Waite); 0 below -87, exp(88) above 88.
 INLINE vf vf_exp(vf x) {
     const vf low = vf_set(-87.0f);

@@ -56,6 +56,15 @@ static inline void team_pause(void) {
 #endif
 }
 
+// One more round of waiting for threads that should be done in a moment. On a busy machine they may have lost their core,
+// perhaps to this one, so it is given away after a while.
+static inline void team_wait(int *spins) {
+    if (++*spins < BARRIER_SPINS)
+        team_pause();
+    else
+        sched_yield();
+}
+
 static inline void team_barrier(mg_team *team) {
     if (team->size == 1) return;
     const int generation = atomic_load_explicit(&team->generation, memory_order_relaxed);
@@ -65,12 +74,7 @@ static inline void team_barrier(mg_team *team) {
         return;
     }
     int spins = 0;
-    while (atomic_load_explicit(&team->generation, memory_order_acquire) == generation) {
-        if (++spins < BARRIER_SPINS)
-            team_pause();
-        else
-            sched_yield();
-    }
+    while (atomic_load_explicit(&team->generation, memory_order_acquire) == generation) team_wait(&spins);
 }
 
 // The next unclaimed index of the current loop; indices past the loop's end mean that it is used up.
@@ -133,7 +137,8 @@ static void pool_run(mg_pool *pool, mg_job job, void *arguments) {
     if (size > 1) pool_post(pool);
     mg_member member = {&pool->team, 0, 0};
     job(&member, arguments);
-    while (atomic_load(&pool->busy)) team_pause();
+    int spins = 0;
+    while (atomic_load(&pool->busy)) team_wait(&spins);
 }
 
 void mg_pool_free(mg_pool *pool) {

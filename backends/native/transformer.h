@@ -94,6 +94,7 @@ static void NAME(multiply)(int m_count, int n_units, const T *const *segments, i
         CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
         CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)
         CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE_AHEAD(5, 4) CASE_AHEAD(6, 4)
+        default: MG_ASSERT(!"no such tile");
     }
 #undef CASE_AHEAD
 #undef CASE
@@ -241,13 +242,13 @@ INLINE void NAME(copy_position)(T *k_to, T *v_to, int to, T *k_from, T *v_from, 
     for (int d = 0; d < head_dim; d++) *NAME(value_at)(v_to, to, d) = *NAME(value_at)(v_from, from, d);
 }
 
-typedef struct { T *x_norm, *q, *attention, *act; float *residual, *qkv; } NAME(buffers);
+typedef struct { T *x_norm, *q, *attention, *act; float *residual, *qkv; size_t scratch_size; } NAME(buffers);
 
 // Attention of rows [first, first + count), which belong to one sequence and share their full pages, for one KV head.
 // Positions are walked in pages of 16 by *absolute* position; the keys that are not yet in a full page of their own
 // path (the ragged end and the row's candidate ancestors) are first gathered into pages in path order.
 static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buffers) *b, long layer_offset,
-                         int first, int count, int kv_head, char *scratch) {
+                         int first, int count, int kv_head, char *scratch_start) {
     const int head_dim = model->head_dim, group = model->heads / model->kv_heads, rows_m = count * group;
     const int full = batch->full_pages[first];
     const long page_size = (long)model->kv_heads * head_dim * LANES, head_size = (long)head_dim * LANES;
@@ -255,6 +256,7 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
     const int width = (full + 2) * LANES;
     T *k_pool = (T *)model->k_pool + layer_offset, *v_pool = (T *)model->v_pool + layer_offset;
 
+    char *scratch = scratch_start;
     const T **segments = (const T **)scratch;
     scratch += sizeof(T *) * (size_t)(full + 1);
     scratch = (char *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
@@ -266,7 +268,9 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
     scratch += sizeof(float) * (size_t)rows_m * head_dim;
     T *weights = (T *)scratch;
     scratch += sizeof(float) * (size_t)rows_m * width;
-    T *k_tail = (T *)scratch, *v_tail = k_tail + (size_t)count * 2 * head_size;
+    T *k_tail = (T *)scratch, *v_tail = k_tail + (size_t)count * TAIL_PAGES * head_size;
+    float *norm = (float *)(v_tail + (size_t)count * TAIL_PAGES * head_size);
+    MG_ASSERT((char *)(norm + rows_m) <= scratch_start + b->scratch_size);
 
     for (int r = 0; r < count; r++)
         if (batch->tail_offsets[first + r] < batch->tail_offsets[first + r + 1]) {
@@ -299,12 +303,13 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
                            head_dim, scores + (long)m * width + p * LANES, width, 0, NULL);
         p += n;
     }
-    int tail_pages[16];
+    int tail_pages[MAX_TILE_ROWS];
     for (int r = 0; r < count; r++) {
         const int32_t *slots = batch->tail_slots + batch->tail_offsets[first + r];
         const int n = batch->tail_offsets[first + r + 1] - batch->tail_offsets[first + r];
-        T *k_page = k_tail + (long)r * 2 * head_size, *v_page = v_tail + (long)r * 2 * head_size;
+        T *k_page = k_tail + (long)r * TAIL_PAGES * head_size, *v_page = v_tail + (long)r * TAIL_PAGES * head_size;
         tail_pages[r] = (n + LANES - 1) / LANES;
+        MG_ASSERT(tail_pages[r] <= TAIL_PAGES);
         // What the rows of a sequence share lies in its last page as it should; the row's own path is put behind it.
         int shared = 0;
         while (shared < n && shared < LANES && slots[shared] == slots[0] + shared && slots[shared] % LANES == shared) shared++;
@@ -332,7 +337,6 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
             }
         }
     }
-    float norm[96];
     for (int m = 0; m < rows_m; m++) {
         const int used = full + tail_pages[m / group];
         float *row = scores + (long)m * width;
@@ -356,7 +360,7 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, NAME(buff
                            weights + (long)m * width, width, out + (long)m * head_dim + d * LANES, head_dim, 0, NULL);
         for (int r = 0; r < count; r++)
             for (int p = 0; p < tail_pages[r]; p++) {
-                const T *page = v_tail + ((long)r * 2 + p) * head_size + d * LANES * LANES;
+                const T *page = v_tail + ((long)r * TAIL_PAGES + p) * head_size + d * LANES * LANES;
                 for (int m = r * group; m < (r + 1) * group; m += 6)
                     NAME(multiply)((r + 1) * group - m < 6 ? (r + 1) * group - m : 6, d_count, &page, 1, LANES * LANES,
                                    LANES / STEP, weights + (long)m * width + (full + p) * LANES, width,
@@ -419,7 +423,7 @@ static void NAME(forward_member)(mg_member *member, void *arguments) {
     const mg_model *model = job->model;
     const mg_batch *batch = job->batch;
     mg_workspace *ws = job->ws;
-    NAME(buffers) b = {ws->x_norm, ws->q, ws->attention, ws->act, ws->residual, ws->qkv};
+    NAME(buffers) b = {ws->x_norm, ws->q, ws->attention, ws->act, ws->residual, ws->qkv, ws->scratch_size};
     const int rows = batch->rows, hidden = model->hidden, q_size = model->heads * model->head_dim;
     const int kv_size = model->kv_heads * model->head_dim, qkv_size = q_size + 2 * kv_size;
     const long layer_stride = model->pages * (long)kv_size * LANES;
@@ -458,7 +462,7 @@ static void NAME(forward_member)(mg_member *member, void *arguments) {
 
 static void NAME(forward)(mg_pool *pool, const mg_model *model, const mg_batch *batch, mg_workspace *ws, T *hidden_out) {
     // Rows of one sequence that share their full pages attend together, as many as fill a tile of the micro-kernel.
-    const int group = model->heads / model->kv_heads, rows_per_tile = group >= 12 ? 1 : 12 / group;
+    const int group = model->heads / model->kv_heads, rows_per_tile = group >= MAX_TILE_ROWS ? 1 : MAX_TILE_ROWS / group;
     int n_tiles = 0;
     for (int row = 0; row < batch->rows; row++) {
         int32_t *last = ws->tiles + 2 * (n_tiles - 1);

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends.tree import MAX_DEPTH
 from gateway.commands import heads_eval, heads_refresh
 from gateway.commands.heads_common import (
     add_cleaning,
@@ -127,7 +128,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def contradiction(args: argparse.Namespace) -> str | None:
-    """What is wrong with the options of ``heads train`` together."""
+    """What is wrong with the options of ``heads train``, alone or together."""
+    if args.heads > MAX_DEPTH:
+        return f"--heads is {args.heads}; at most {MAX_DEPTH} can be used, for a step verifies no deeper tree"
     if args.sequential and args.input == "hidden":
         return "--sequential needs --input hidden+token: each head sees the token before it"
     if args.stage == 2 and (args.layers != 1 or args.output is not None):

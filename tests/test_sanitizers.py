@@ -1,0 +1,17 @@
+"""A quick look at the kernels under sanitizers; ``make test-sanitize`` takes the long one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.engine_helpers import native_or_skip
+from tests.sanitize import SANITIZERS, run, unavailable
+
+
+@pytest.mark.parametrize("name", SANITIZERS)
+def test_single_functions_of_the_kernels_are_clean(name: str) -> None:
+    native_or_skip()
+    if reason := unavailable():
+        pytest.skip(reason)
+    result = run(name, SANITIZERS[name].quick)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-8000:]
