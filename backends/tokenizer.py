@@ -45,6 +45,10 @@ class HfTokenizer:
     def save_pretrained(self, folder: Path) -> None:
         self._hf.save_pretrained(folder)
 
+    def __len__(self) -> int:
+        """How many token ids there are."""
+        return len(self._hf)
+
     @property
     def eos_token_id(self) -> int | None:
         return self._hf.eos_token_id

@@ -171,7 +171,7 @@ class TracedText(str):
 
     def _clip(self, start: int, end: int) -> Spans:
         own = self._own
-        if not own:
+        if not own or end <= start:
             return ()
         found = []
         i = max(bisect_right(own, (start, len(self) + 1)) - 1, 0)

@@ -88,6 +88,8 @@ class Call(ABC):
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
+    continues: ClassVar[bool] = False
+    """Whether an answer goes on from its prompt's text."""
     body: GenerationFields
     prompts: int
     logprobs: int | None
@@ -168,7 +170,9 @@ async def answer_call(
         if deadline_s is not None:
             deadline_s = max(deadline_s - (gateway.clock() - arrived), 0.0)
         sampling = replace(sampling, temperature=planned.decision.temperature)
-        sequences = _sequences(answer_id, prompts, budgets, sampling, seed, body.n or 1, planned, deadline_s)
+        sequences = _sequences(
+            answer_id, prompts, budgets, sampling, seed, body.n or 1, planned, deadline_s, continues=call.continues
+        )
         gateway.controller.record(
             DecisionRecord(answer_id, planned.facts, planned.decision, gateway.wall_clock(), planned.as_dict()),
             request_id_of(request.scope, gateway.new_id),
@@ -299,6 +303,8 @@ def _sequences(
     n: int,
     planned: Planned,
     deadline_s: float | None,
+    *,
+    continues: bool,
 ) -> list[GenerationRequest]:
     """One engine request per choice, prompt by prompt, as OpenAI numbers them."""
     single = len(prompts) * n == 1
@@ -310,6 +316,7 @@ def _sequences(
             plan=planned.plan,
             deadline_s=deadline_s,
             stats_key=planned.stats_key,
+            continues=continues,
         )
         for prompt, (ids, budget) in enumerate(zip(prompts, budgets, strict=True))
         for choice in range(n)
