@@ -6,11 +6,11 @@ tokens that it is given by name (``bos_token``), and the roles that every client
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import TemplateError, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import do_indent, do_join, pass_eval_context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from backends.traced_text import TracedText, joined, own_of, own_text, traced
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-"""Templates make turn markers of these (``'<|' + role + '|>'``), so as a message's role they count as the template's."""
+"""Templates make turn markers of these (``'<|' + role + '|>'``): as a message's role they count as the template's."""
 
 
 class TemplateRefusal(ValueError):
@@ -26,21 +26,27 @@ class TemplateRefusal(ValueError):
 
 
 class RenderedTooLong(ValueError):
-    """The rendered text came over the bound; ``size`` bytes (at least) of it."""
+    """The rendered text came over the bound; its size is ``size`` at least."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(f"the chat has at least {size} bytes")
+        super().__init__(f"the chat's size is at least {size}")
         self.size = size
 
 
 class ChatTemplate:
-    """A compiled template. ``names``: special tokens by the names under which templates know them."""
+    """A compiled template. ``names``: special tokens by the names under which templates know them.
+
+    Raises :class:`TemplateRefusal` for what is no template.
+    """
 
     def __init__(self, source: str, names: Mapping[str, Any]) -> None:
         # What transformers gives templates (raise_exception, tojson, {% generation %} ...) is taken over from it.
         from transformers.utils.chat_template_utils import _compile_jinja_template  # pyright: ignore
 
-        theirs = _compile_jinja_template(source).environment
+        try:
+            theirs = _compile_jinja_template(source).environment
+        except TemplateError as error:
+            raise TemplateRefusal(str(error)) from error
         environment = _Environment(
             trim_blocks=theirs.trim_blocks,
             lstrip_blocks=theirs.lstrip_blocks,
@@ -53,10 +59,14 @@ class ChatTemplate:
         self._template = environment.from_string(source)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], most_bytes: int | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        size_of: Callable[[str], int] = len,
+        most: int | None = None,
     ) -> TracedText:
         """``messages`` and ``variables`` (a client's) at any depth. A list of messages is not read to its end once the
-        text is over ``most_bytes``.
+        text's size is over ``most``.
 
         Raises :class:`TemplateRefusal` for whatever goes wrong in the template, and :class:`RenderedTooLong`.
         """
@@ -73,9 +83,7 @@ class ChatTemplate:
         try:
             for part in self._template.root_render_func(self._template.new_context(given)):
                 parts.append(part)
-                size += len(part)
-                # Counted exactly only when it may matter; a character has one byte at least.
-                if most_bytes is not None and size > most_bytes:
+                if most is not None and (size := size + size_of(part)) > most:
                     raise RenderedTooLong(size)
         except (RenderedTooLong, MemoryError):
             raise
@@ -123,9 +131,17 @@ class _Environment(ImmutableSandboxedEnvironment):
     code_generator_class = _Generator
     concat = staticmethod(joined)  # pyright: ignore
 
-    @staticmethod
-    def own(value: Any) -> Any:
-        return traced(value, own=True)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._literals: dict[str, TracedText] = {}
+
+    def own(self, value: Any) -> Any:
+        if not isinstance(value, str):
+            return traced(value, own=True)
+        # As many as the source has literals.
+        if (found := self._literals.get(value)) is None:
+            found = self._literals[value] = own_text(value)
+        return found
 
     def wrap_str_format(self, value: Any) -> Any:
         plain = super().wrap_str_format(value)

@@ -13,7 +13,7 @@ from backends.chat_template import ChatTemplate, RenderedTooLong
 from backends.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_rules
 from backends.powerless import PowerlessTokenizer
 from backends.token_bounds import TokenBound
-from backends.types import PromptTooLong
+from backends.types import NoChatTemplate, PromptTooLong
 
 
 class HfTokenizer:
@@ -63,7 +63,8 @@ class HfTokenizer:
         A raw prompt is the client's own from its first token to its last, so special tokens in it are what they say.
         One that begins with the BOS token gets no second one.
         """
-        self._refuse_early(self._bound.least_tokens(text), most_tokens)
+        if most_tokens is not None:
+            self._refuse_early(self._bound.least_tokens(self._bound.size(text)), most_tokens)
         # Of encode and encode_batch, only the second gives other threads their turn.
         ids = self._listed(self._fast.encode_batch_fast([text], add_special_tokens=True)[0], most_tokens)
         return ids[1:] if self._adds_bos and ids[:2] == [self._hf.bos_token_id] * 2 else ids
@@ -80,13 +81,12 @@ class HfTokenizer:
         text, whatever the template does with it, see :mod:`backends.powerless`.
         """
         if not self.has_chat_template:
-            raise ValueError("the model has no chat template; use /v1/completions")
+            raise NoChatTemplate("the model has no chat template")
         most_bytes = self._bound.most_bytes(most_tokens)
         try:
-            text = self._chat_template().render(messages, variables or {}, most_bytes)
+            text = self._chat_template().render(messages, variables or {}, self._bound.size, most_bytes)
         except RenderedTooLong as error:
-            raise PromptTooLong(-(-error.size // (self._bound.longest or 1))) from None
-        self._refuse_early(self._bound.least_tokens(text), most_tokens)
+            raise PromptTooLong(self._bound.least_tokens(error.size)) from None
         encoding = self._powerless.encode(text)
         self._refuse_early(len(encoding), most_tokens)
         return self._powerless.ids(encoding)
@@ -95,6 +95,10 @@ class HfTokenizer:
         """The text of ``token_ids``, special tokens left out."""
         detokenizer = self.detokenizer()
         return "".join([*map(detokenizer.push, token_ids), detokenizer.flush()])
+
+    def decode_by_library(self, token_ids: Sequence[int]) -> str:
+        """The same by the tokenizers library, to compare with."""
+        return self._fast.decode(token_ids, skip_special_tokens=True)
 
     def detokenizer(self) -> Detokenizer:
         """Of a text of its own, as a chat's answer is."""
@@ -108,7 +112,9 @@ class HfTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, in its midst. Nothing for a special token: it is not shown."""
-        return self.detokenizer().next_bytes(token_id) if self._rules is None else self._bytes_of(token_id, False) or b""
+        if self._rules is None:
+            return self.detokenizer().next_bytes(token_id)
+        return self._bytes_of(token_id, False) or b""
 
     def token_name(self, token_id: int) -> str | None:
         """The name of a special token; None of any other."""

@@ -38,10 +38,10 @@ class TracedText(str):
         # What escapes (markupsafe's) has its own way to add, and knows nothing of places.
         if not isinstance(other, str) or hasattr(other, "__html__"):
             return NotImplemented
-        return joined((self, other))
+        return _pair(self, self._own, other, own_of(other))
 
     def __radd__(self, other: Any) -> Any:
-        return joined((other, self)) if isinstance(other, str) else NotImplemented
+        return _pair(other, own_of(other), self, self._own) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, times: SupportsIndex) -> TracedText:
         return joined([self] * times.__index__())
@@ -217,10 +217,7 @@ def own_text(text: str) -> TracedText:
 
 def joined(parts: Iterable[str]) -> TracedText:
     """All parts one after another."""
-    listed = parts if isinstance(parts, (list, tuple)) else list(parts)
-    if len(listed) == 2 and not own_of(listed[1]):
-        # The common case of a growing text: its places stay as they are.
-        return TracedText(str.__add__(listed[0], listed[1]), own_of(listed[0]))
+    listed = list(parts)
     own: list[tuple[int, int]] = []
     at = 0
     for part in listed:
@@ -234,16 +231,31 @@ def joined(parts: Iterable[str]) -> TracedText:
 
 
 def traced(value: Any, own: bool) -> Any:
-    """``value`` with every text in it marked, at any depth; everything in it is the template's, or nothing."""
+    """``value`` with every text in it marked, at any depth; everything in it is the template's, or nothing.
+
+    Keys stay plain, which is to be a client's.
+    """
     if isinstance(value, str):
         return own_text(value) if own else TracedText(value)
     if isinstance(value, Mapping):
-        return {traced(key, own): traced(each, own) for key, each in value.items()}
+        return {key: traced(each, own) for key, each in value.items()}
     if isinstance(value, list):
         return [traced(each, own) for each in value]
     if isinstance(value, tuple):
         return tuple(traced(each, own) for each in value)
     return value
+
+
+def _pair(left: str, left_own: Spans, right: str, right_own: Spans) -> TracedText:
+    at = len(left)
+    if not right_own:
+        own = left_own
+    elif left_own and left_own[-1][1] == at and right_own[0][0] == 0:
+        moved = [(start + at, end + at) for start, end in right_own[1:]]
+        own = (*left_own[:-1], (left_own[-1][0], right_own[0][1] + at), *moved)
+    else:
+        own = (*left_own, *((start + at, end + at) for start, end in right_own))
+    return TracedText(str.__add__(left, right), own)
 
 
 def _checked(found: TracedText, whole: str) -> TracedText:

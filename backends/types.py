@@ -293,6 +293,10 @@ class PromptTooLong(ValueError):
         self.tokens = tokens
 
 
+class NoChatTemplate(ValueError):
+    """The model takes text completions only."""
+
+
 class ChatTokenizer(Protocol):
     """Text in, token ids out, for the served model. Over ``most_tokens`` both raise :class:`PromptTooLong`, as far as
     they can tell before they tokenise."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar, cast
 
-from backends.types import ChatTokenizer, ModelInfo, PromptTooLong
+from backends.types import ChatTokenizer, ModelInfo, NoChatTemplate, PromptTooLong
 from gateway.errors import InvalidRequest
 from gateway.openai_types import ChatMessage, CompletionRequest
 
@@ -79,6 +79,8 @@ async def encode_messages(
         ids = await _run(small, tokenizer.encode_chat, messages, info.max_model_len - 1)
     except PromptTooLong as error:
         raise _does_not_fit(error, info, "messages") from None
+    except NoChatTemplate:
+        raise InvalidRequest(f"{info.name} has no chat template; use /v1/completions.", param="messages") from None
     except ValueError as error:
         raise InvalidRequest(f"The model's chat template refuses these messages: {error}", param="messages") from None
     return tuple(ids)

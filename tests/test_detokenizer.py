@@ -182,7 +182,7 @@ def test_special_tokens_are_named_and_have_no_text() -> None:
     tokenizer = family("byte-level")
     end = tokenizer._fast.token_to_id("<|end|>")
     text, entries, _ = accepted(tokenizer, [end, 70, end, end, 71], continues=True)
-    assert [entry.chosen.token for entry in entries][0] == "<|end|>"
+    assert entries[0].chosen.token == "<|end|>"
     out = CompletionLogprobsWriter().write(entries)
     assert (len(text), out.text_offset) == (2, [0, 0, 1, 1, 1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -89,7 +90,8 @@ def test_values_of_any_depth_are_a_clients(name: str) -> None:
     start, end = turn_tokens(tokenizer._hf)
     tokenizer._hf.chat_template = (
         "{{ mode }}{{ tools | tojson }}{% for t in tools %}{{ t.name }}{{ t['list'][0] ~ t.list[1:] }}{% endfor %}"
-        "{% for k, v in deep.items() %}{{ k + v }}{% endfor %}{% for m in messages %}{{ m.tool_calls[0].name }}{% endfor %}"
+        "{% for k, v in deep.items() %}{{ k + v }}{% endfor %}"
+        "{% for m in messages %}{{ m.tool_calls[0].name }}{% endfor %}"
     )
     for token in added(tokenizer):
         ids = tokenizer.encode_chat(
@@ -151,7 +153,7 @@ WAYS = [
 
 @pytest.mark.parametrize("source", WAYS)
 def test_what_the_template_writes_stays_its_own_and_nothing_else_becomes_it(source: str) -> None:
-    """Where A and B stand are the template's ``<A>`` and ``<B>``; X is a client's. The text is as transformers has it."""
+    """A and B stand for the template's ``<A>`` and ``<B>``; X is a client's. The text is as transformers has it."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     literal = _quote_in_expressions(_quote_in_expressions(source, "A"), "B")
@@ -167,7 +169,8 @@ def test_what_the_template_writes_stays_its_own_and_nothing_else_becomes_it(sour
 def _quote_in_expressions(source: str, name: str) -> str:
     """``<name>`` for the name: in an expression as a string, in the text around it as it is."""
     parts = re.split(r"(\{\{.*?\}\}|\{%.*?%\})", source)
-    return "".join(re.sub(rf"\b{name}\b", f"'<{name}>'" if i % 2 else f"<{name}>", part) for i, part in enumerate(parts))
+    spelled = [f"<{name}>", f"'<{name}>'"]
+    return "".join(re.sub(rf"\b{name}\b", spelled[i % 2], part) for i, part in enumerate(parts))
 
 
 def plain_of(text: str) -> str:
@@ -221,6 +224,6 @@ def test_traced_text_is_a_string_and_never_takes_a_clients_letters_for_its_own(p
     for each in listed:
         spans = own_of(each)
         assert all(a < b for a, b in spans)
-        assert all(left[1] < right[0] for left, right in zip(spans, spans[1:], strict=False))
+        assert all(left[1] < right[0] for left, right in pairwise(spans))
         assert not spans or (spans[0][0] >= 0 and spans[-1][1] <= len(each))
         assert not set("cC") & {letter for start, end in spans for letter in plain_of(each)[start:end]}

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from backends.tiny import TINY_TOKENIZERS
 from backends.tokenizer import HfTokenizer
 
-CORPUS = ["the quick brown fox jumps over the lazy dog. system user assistant", "été naïve 日本語 <tag> a = [1, 2]\n\n  x"]
+CORPUS = ["the quick brown fox jumps over the lazy dog. system user assistant", "été naïve 日本語 <tag> a = [1]\n\n  x"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-MERGES = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("e", "r"), ("▁", "▁"), ("\n", "\n"), ("<", "b"), ("<b", ">")]
+MERGES = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a"), ("▁", "▁"), ("\n", "\n"), ("<", "b"), ("<b", ">")]
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz.,<>/|[]_INST=", "é", "日", "▁", "\n"]
 
 PLAIN = "{{ bos_token }}{% for m in messages %}START{{ m.content }}END{% endfor %}"
@@ -35,9 +35,9 @@ def chatml() -> Any:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|im_start|>", "<|im_end|>"]
-    )
+    turns = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, special_tokens=turns)
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("</think>", special=False), AddedToken("<think>", special=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
@@ -96,9 +96,8 @@ def gemma() -> Any:
 
 
 def phi3() -> Any:
-    turns = tuple(
-        AddedToken(text, special=True, rstrip=True, normalized=False) for text in ("<|user|>", "<|end|>", "<|assistant|>")
-    )
+    names = ("<|user|>", "<|end|>", "<|assistant|>")
+    turns = tuple(AddedToken(name, special=True, rstrip=True, normalized=False) for name in names)
     return sentencepiece(
         ["<unk>", "<s>", "</s>"],
         None,
@@ -131,11 +130,11 @@ def wordpiece() -> Any:
 
 def split_words() -> Any:
     """A regular expression in the decoder, and none of the known steps."""
-    pieces = ["[UNK]", *"abcé", "_x", "_yy"]
+    pieces = ["[UNK]", "[END]", *"abcé", "_x", "_yy"]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="[UNK]"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace(Regex("_+"), " "), decoders.Fuse()])
-    tokenizer.add_special_tokens(["[UNK]"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[UNK]")
+    tokenizer.add_special_tokens(["[UNK]", "[END]"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[END]")
 
 
 FAMILIES = {

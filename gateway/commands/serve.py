@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import time
@@ -126,6 +127,10 @@ def run(args: argparse.Namespace) -> int:
                 cors_origins=tuple(args.cors_origin),
             )
             state = GatewayState.create(backends, settings, controller, telemetry, access)
+            # What is here now stays: a full collection that walked through torch's objects too would stop every
+            # stream for some hundred milliseconds, as often as a large request makes many objects.
+            gc.collect()
+            gc.freeze()
             run_server(state, *sockets, access_log=args.access_log)
         finally:
             telemetry.shutdown()
