@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.filters import do_indent, do_join, pass_eval_context
+from jinja2.filters import do_indent, do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 
 from backends.traced_text import TracedText, joined, own_of, own_text, traced

@@ -46,7 +46,8 @@ class TracedText(str):
     def __mul__(self, times: SupportsIndex) -> TracedText:
         return joined([self] * times.__index__())
 
-    __rmul__ = __mul__
+    def __rmul__(self, times: SupportsIndex) -> TracedText:
+        return self * times
 
     def __mod__(self, values: Any) -> TracedText:
         whole = str.__mod__(self, values)
