@@ -19,7 +19,7 @@ class TextStream:
 
     stops: tuple[str, ...]
     push_token: Callable[[int], str]
-    flush: Callable[[], str] = str
+    flush: Callable[[], str] = lambda: ""
     length: int = 0
     """Characters so far, shown or not."""
     _watch: StopWatch = field(init=False)

@@ -43,6 +43,16 @@ def chatml() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 
+def sparse() -> Any:
+    """By bytes, but not all: like SmolLM's, the vocabulary lacks some control characters, which are then left out."""
+    pieces = [letter for letter in sorted(pre_tokenizers.ByteLevel.alphabet()) if letter not in "ĄďĐđĒēĔĕ"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|start|>", "<|end|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+
+
 def sentencepiece(
     specials: list[str], pre_tokenizer: Any, normalizer: Any, decoder: Any, added: tuple[AddedToken, ...] = ()
 ) -> Any:
@@ -140,6 +150,7 @@ def split_words() -> Any:
 FAMILIES = {
     **TINY_TOKENIZERS,
     "chatml": chatml,
+    "sparse": sparse,
     "mistral": mistral,
     "metaspace": metaspace,
     "gemma": gemma,
