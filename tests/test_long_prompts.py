@@ -148,6 +148,16 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, rng: random.Ran
             tokenizer.encode_chat(messages, exact - 1)
 
 
+@pytest.mark.parametrize("name", sorted([*FAMILIES, *OTHERS]))
+def test_no_run_of_one_word_has_fewer_tokens_than_the_bound_says(name: str) -> None:
+    """Of white space, of what the vocabulary lacks, of special tokens with it: the shortest tokenisations there are."""
+    tokenizer = family(name)
+    bound = tokenizer._bound
+    for word in (*WORDS, *(token + "  " for token in added(tokenizer))):
+        ids = tokenizer._fast.encode(word * 300, add_special_tokens=False).ids
+        assert bound.least_tokens(bound.size(word * 300)) <= len(ids), word
+
+
 def test_bounds_are_given_where_they_can_be() -> None:
     known = {name for name in [*FAMILIES, *OTHERS] if family(name)._bound.longest is not None}
     assert known >= {"byte-level", "llama3", "chatml", "byte-fallback", "mistral", "gemma", "phi3", "unigram"}
