@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from backends.chat_template import ChatTemplate, RenderedTooLong
 from backends.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_rules
@@ -66,7 +66,10 @@ class HfTokenizer:
         if most_tokens is not None:
             self._refuse_early(self._bound.least_tokens(self._bound.size(text)), most_tokens)
         # Of encode and encode_batch, only the second gives other threads their turn.
-        ids = self._listed(self._fast.encode_batch_fast([text], add_special_tokens=True)[0], most_tokens)
+        encoding = self._fast.encode_batch_fast([text], add_special_tokens=True)[0]
+        # Perhaps one less; the caller counts anyway. Here it is about not making a list of millions.
+        self._refuse_early(len(encoding) - self._adds_bos, most_tokens)
+        ids = encoding.ids
         return ids[1:] if self._adds_bos and ids[:2] == [self._hf.bos_token_id] * 2 else ids
 
     def encode_chat(
@@ -135,10 +138,6 @@ class HfTokenizer:
         if self._template is None or self._template[0] != source:
             self._template = source, ChatTemplate(source, self._hf.special_tokens_map)
         return self._template[1]
-
-    def _listed(self, encoding: Encoding, most_tokens: int | None) -> list[int]:
-        self._refuse_early(len(encoding), most_tokens)
-        return encoding.ids
 
     @staticmethod
     def _refuse_early(tokens: int, most_tokens: int | None) -> None:

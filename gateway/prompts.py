@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar, cast
 
 from backends.types import ChatTokenizer, ModelInfo, NoChatTemplate, PromptTooLong
 from gateway.errors import InvalidRequest
 from gateway.openai_types import ChatMessage, CompletionRequest
 
 Prompt = str | list[int]
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _MESSAGE_CHARS = 64
@@ -112,8 +114,15 @@ async def encode_prompts(
     return await _run(small, encode)
 
 
-async def _run(here: bool, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    return work(*args, **kwargs) if here else await asyncio.to_thread(work, *args, **kwargs)
+async def _run(here: bool, work: Callable[..., T], *args: Any) -> T:
+    return work(*args) if here else await asyncio.get_running_loop().run_in_executor(_threads(), work, *args)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads of its own: what waits here must not keep asyncio's from looking up a host name, say. As many long texts
+    at once as leave the engine cores; the others wait their turn."""
+    return ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), "tokenise")
 
 
 def _does_not_fit(error: PromptTooLong, info: ModelInfo, param: str) -> InvalidRequest:

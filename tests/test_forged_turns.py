@@ -144,6 +144,7 @@ WAYS = [
     "{{ (A + '\\n' + X).splitlines()[0] }}{{ (X + ' ' + B).split()[-1] }}",
     "{{ (A + X)[:20] }}{{ (X + B)[-3:] }}{{ (A + X) | list | join }}",
     "{{ X.replace('a', A) }}{{ (A + X).partition('a')[0] }}{{ (X + B).rpartition('a') | last }}",
+    "{{ X | replace('a', A) | trim(' ') }}{{ '%s|%s' | format(A, X) }}{{ [X, A] | map('trim') | join(B) }}",
     "{{ (A * 2 + X) | upper }}{{ (A + X).removeprefix('q').ljust(40) }}",
     "{% filter upper %}A{{ X }}{% endfilter %}{% if true %}{{ A if X else B }}{% endif %}",
     "{{ {'k': A}['k'] }}{{ [A, B] | first }}{{ (A, B) | last }}{{ A | default('x') }}{{ nothing | default(B) }}",

@@ -147,6 +147,27 @@ def split_words() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[END]")
 
 
+def word_ends() -> Any:
+    """A piece that ends a word has a suffix, which is a space if more comes."""
+    pieces = ["[UNK]", "[END]", *"abcé", *(letter + "</w>" for letter in "abcé")]
+    tokenizer = Tokenizer(
+        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="[UNK]", end_of_word_suffix="</w>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.BPEDecoder()
+    tokenizer.add_special_tokens(["[UNK]", "[END]"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[END]")
+
+
+def bare() -> Any:
+    """Without a decoder: pieces are words."""
+    pieces = ["[UNK]", "[END]", "the", "fox", "é"]
+    tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["[UNK]", "[END]"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[END]")
+
+
 FAMILIES = {
     **TINY_TOKENIZERS,
     "chatml": chatml,
@@ -157,7 +178,7 @@ FAMILIES = {
     "phi3": phi3,
     "unigram": unigram,
 }
-OTHERS = {"wordpiece": wordpiece, "regex": split_words}
+OTHERS = {"wordpiece": wordpiece, "regex": split_words, "word ends": word_ends, "bare": bare}
 """Families whose decoders are not understood as bytes."""
 
 
