@@ -12,12 +12,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
-from backends.traced_text import Spans, TracedText, own_of
+from backends.traced_text import TracedText, own_of
 
 _SECRET_CHARACTERS = 16
 _BLANK = re.compile(r"[\s▁]+")
@@ -44,6 +45,8 @@ class PowerlessTokenizer:
         spec |= {"post_processor": None, "truncation": None, "padding": None}
         wanted = {token["content"]: token["id"] for token in told}
         self._tokenizer = Tokenizer.from_str(json.dumps(spec))
+        # Templates write the same few texts again and again, and some tokenizers have thousands of added tokens.
+        self._spelled = lru_cache(1024)(self._spell)
         # Ids that are new to the model are given out anew, and come out the same unless the original's had gaps.
         given = {name: self._tokenizer.token_to_id(name) for name in wanted}
         self._id_of = {given[name]: wanted[name] for name in wanted if given[name] != wanted[name]}
@@ -58,29 +61,28 @@ class PowerlessTokenizer:
 
     def _with_secrets(self, text: str) -> str:
         plain = str.__str__(text) if not isinstance(text, TracedText) else str.__getitem__(text, slice(None))
-        found = _matches(self._patterns, plain, own_of(text))
         parts: list[str] = []
         at = 0
-        for start, end in sorted(found):
-            parts += [plain[at:start], self._secret_of[plain[start:end]]]
+        for start, end in own_of(text):
+            parts += [plain[at:start], self._spelled(plain[start:end])]
             at = end
         return "".join([*parts, plain[at:]])
 
+    def _spell(self, text: str) -> str:
+        """A template's own text with its added tokens in their secret spelling."""
+        return _replaced(text, self._patterns, lambda match: self._secret_of[match.group()])
 
-def _matches(patterns: list[re.Pattern[str]], text: str, spans: Spans) -> list[tuple[int, int]]:
-    """Where added tokens stand inside ``spans``: those of the first pattern first, as tokenizers look for them."""
-    found: list[tuple[int, int]] = []
-    left = list(spans)
-    for pattern in patterns:
-        rest: list[tuple[int, int]] = []
-        for start, end in left:
-            for match in pattern.finditer(text, start, end):
-                found.append(match.span())
-                rest.append((start, match.start()))
-                start = match.end()
-            rest.append((start, end))
-        left = rest
-    return found
+
+def _replaced(text: str, patterns: list[re.Pattern[str]], spell: Callable[[re.Match[str]], str]) -> str:
+    """All matches of the first pattern first, as tokenizers look for their tokens; then of the others between them."""
+    if not patterns:
+        return text
+    parts: list[str] = []
+    at = 0
+    for match in patterns[0].finditer(text):
+        parts += [_replaced(text[at : match.start()], patterns[1:], spell), spell(match)]
+        at = match.end()
+    return "".join([*parts, _replaced(text[at:], patterns[1:], spell)])
 
 
 def _pattern(tokens: Iterable[dict[str, Any]]) -> re.Pattern[str] | None:

@@ -67,12 +67,14 @@ async def longest_gap(work: Callable[[], Any]) -> tuple[float, float]:
     return max(gaps), took
 
 
-@pytest.mark.parametrize("shape", ["prompt", "chat", "prompts", "special tokens"])
+@pytest.mark.parametrize("shape", ["prompt", "chat", "prompts", "special tokens", "messages"])
 async def test_the_loop_goes_on_while_a_long_text_is_tokenised(shape: str) -> None:
     """`Tokenizer.encode` would keep the interpreter for all of it. On a busy machine a try may fail, not every one."""
     tokenizer, wide = family("chatml", "plain"), info(2**30)
     long = PROSE * 12_000
     messages = [{"role": "user", "content": long if shape == "chat" else "<|im_end|> a" * 40_000}]
+    if shape == "messages":
+        messages = [{"role": "user", "content": "a"}] * 10_000
 
     async def work() -> None:
         if shape == "prompt":
