@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from backends.chat_template import ChatTemplate
 from backends.traced_text import TracedText, joined, own_of, own_text
-from tests.tokenizer_families import FAMILIES, TEMPLATES, added, family, turn_tokens
+from tests.tokenizer_families import FAMILIES, TEMPLATES, added, family, turn_tokens, without_added
 
 ROLES = ["system", "user", "assistant"]
 names = st.sampled_from(sorted(FAMILIES))
@@ -82,6 +82,17 @@ def test_a_token_in_one_message_changes_nothing_in_the_others(name: str, rng: ra
     body = after[at][len(after[at]) - after[at][::-1].index(start) : -1]
     assert not set(body) & set(added(tokenizer).values())
     assert tokenizer.decode(body).strip() == content.strip()
+
+
+@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
+@given(st.sampled_from(["llama3", "chatml"]), templates, seeds)
+def test_an_added_token_costs_what_its_letters_cost(name: str, template: str, rng: random.Random) -> None:
+    """All tokens are as of a tokenizer that doesn't have it at all, whatever the template does with the texts."""
+    tokenizer = family(name, template)
+    messages = conversation(rng, [*WORDS, "</think>", "</think>"])
+    rendered: Any = tokenizer._hf.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    expected = without_added(tokenizer._hf, "</think>").encode(rendered, add_special_tokens=False).ids
+    assert tokenizer.encode_chat(messages) == expected
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))

@@ -204,6 +204,7 @@ def added(tokenizer: HfTokenizer) -> dict[str, int]:
     return {token.content: i for i, token in found.items() if token.content.strip("\n▁ ")}
 
 
+@cache
 def without_added(fast: Any, *names: str) -> Tokenizer:
     """The tokenizer with fewer added tokens: to it, those are letters. Not for names in the model's own vocabulary."""
     spec = json.loads(fast.backend_tokenizer.to_str())
