@@ -54,6 +54,7 @@ class EngineOptions:
 
     ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers". ``quantize``: weights of
     the linear layers, "int8" or "int4"; None: as they are. ``measure_anew``: look at no cost table that was kept.
+    ``tiny_tokenizer``: the random model's, of :data:`backends.tiny.TINY_TOKENIZERS`.
     """
 
     model: str | None = None
@@ -68,6 +69,7 @@ class EngineOptions:
     threads: int | None = None
     quantize: str | None = None
     measure_anew: bool = False
+    tiny_tokenizer: str = "byte-level"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +162,17 @@ def _tiny_parts(options: EngineOptions, dtype: torch.dtype) -> ModelParts:
     """Of "tiny-random", or of "tiny-random:ARCHITECTURE"."""
     asked = options.model or TINY_MODEL_NAME
     architecture = asked.partition(":")[2]
-    model = tiny_architecture(architecture, dtype=dtype) if architecture else tiny_model(dtype=dtype)
+    tokenizer = tiny_tokenizer(options.tiny_tokenizer)
+    size = len(tokenizer)
+    model = (
+        tiny_architecture(architecture, dtype=dtype, vocab_size=size)
+        if architecture
+        else tiny_model(dtype=dtype, vocab_size=size)
+    )
     check_quantization(options.quantize, model.config, torch.device("cpu"), dtype)
     _quantize(model, options)
     heads = LoadedHeads(tiny_heads(), "random", stale=False)
-    return ModelParts(model, tiny_tokenizer(), heads, options.served_name or asked)
+    return ModelParts(model, tokenizer, heads, options.served_name or asked)
 
 
 def _quantize(model: Any, options: EngineOptions) -> None:

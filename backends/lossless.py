@@ -2,7 +2,8 @@
 
 Each prompt is first decoded alone, vanilla. Then all are decoded again with random plans (trees of every shape, depths,
 vanilla rows between them), joining and leaving a batch of random size at random moments, with prompts cut into random
-chunks. The logits that every emitted token was drawn from are compared as bytes.
+chunks. The logits that every emitted token was drawn from are compared as bytes, and the pieces of text that were sent
+with the text of the tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from backends.engine_core import EngineConfig, EngineCore
 from backends.follow import LEAST_SURVIVAL
 from backends.loading import LoadedCore
 from backends.runner import HeadsRunner, Proposals
+from backends.tokenizer import HfTokenizer
 from backends.tree import CandidateTree, best_first_paths
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 
@@ -33,6 +35,7 @@ class LosslessReport:
     tokens: int = 0
     token_mismatches: int = 0
     logit_mismatches: int = 0
+    text_mismatches: int = 0
     accepted: int = 0
 
     def add(self, other: LosslessReport) -> None:
@@ -40,17 +43,19 @@ class LosslessReport:
         self.tokens += other.tokens
         self.token_mismatches += other.token_mismatches
         self.logit_mismatches += other.logit_mismatches
+        self.text_mismatches += other.text_mismatches
         self.accepted += other.accepted
 
     @property
     def lossless(self) -> bool:
-        return not (self.token_mismatches or self.logit_mismatches)
+        return not (self.token_mismatches or self.logit_mismatches or self.text_mismatches)
 
 
 @dataclass(slots=True)
 class _Trace:
     tokens: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
 
     def note(self, token: int, row: torch.Tensor) -> None:
         self.tokens.append(token)
@@ -163,7 +168,7 @@ def verify_lossless(
             report,
         )
         for request in group:
-            _compare(references[request.request_id], found[request.request_id], report)
+            _compare(references[request.request_id], found[request.request_id], loaded.tokenizer, report)
         done += len(group)
     return report
 
@@ -192,9 +197,10 @@ def _decode(
     while waiting or core.has_work:
         while waiting and (not core.has_work or rng.random() < 0.5):
             core.add(waiting.pop(0))
-        for _, chunk in core.step():
+        for name, chunk in core.step():
             if chunk.error:
                 raise RuntimeError(chunk.error)
+            traces[name].pieces.append(chunk.text)
             if chunk.stats is not None:
                 finished += 1
                 progress(finished)
@@ -207,8 +213,12 @@ def _decode(
     return traces
 
 
-def _compare(reference: _Trace, found: _Trace, report: LosslessReport) -> None:
+def _compare(reference: _Trace, found: _Trace, tokenizer: HfTokenizer, report: LosslessReport) -> None:
     report.tokens += len(reference.tokens)
+    texts = {"".join(reference.pieces), "".join(found.pieces), tokenizer.decode(reference.tokens)}
+    # The library makes U+FFFD of whole runs of byte tokens when one is wrong; what it reads without any is so.
+    by_library = tokenizer.decode_by_library(reference.tokens)
+    report.text_mismatches += len(texts if "\ufffd" in by_library else texts | {by_library}) > 1
     length = max(len(reference.tokens), len(found.tokens))
     for i in range(length):
         if reference.tokens[i : i + 1] != found.tokens[i : i + 1]:

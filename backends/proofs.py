@@ -7,7 +7,7 @@ import random
 from backends.bench_prompts import PROMPTS
 from backends.loading import EngineOptions, load_core
 from backends.lossless import LosslessReport, Progress, verify_lossless
-from backends.tiny import TINY_MODEL_NAME
+from backends.tiny import TINY_MODEL_NAME, TINY_TOKENIZERS
 from backends.tiny_architectures import TINY_ARCHITECTURES
 from backends.tokenizer import HfTokenizer
 
@@ -18,6 +18,7 @@ def prove(
     heads: str | None,
     tiny: bool,
     architecture: str | None = None,
+    tokenizer: str | None = None,
     quantize: str | None = None,
     dtype: str,
     device: str,
@@ -27,7 +28,7 @@ def prove(
     seed: int,
     progress: Progress,
 ) -> LosslessReport:
-    """Load and compare. ``architecture``: of the tiny model.
+    """Load and compare. ``architecture``, ``tokenizer``: of the tiny model.
 
     Raises OSError or ValueError for what the user can mend.
     """
@@ -41,6 +42,7 @@ def prove(
         max_model_len=1024,
         # Steps of microseconds are not worth waking a second thread for.
         threads=1 if tiny else None,
+        tiny_tokenizer=tokenizer or "byte-level",
     )
     loaded = load_core(options)
     ids = random_prompts(loaded.tokenizer, prompts, random.Random(seed), longest=40 if tiny else 120)
@@ -50,6 +52,13 @@ def prove(
 def architectures(asked: str | None) -> list[str | None]:
     """Names for :func:`prove`, one after another: "all" stands for every tiny architecture."""
     return list(TINY_ARCHITECTURES) if asked == "all" else [asked]
+
+
+def tokenizers(asked: str | None) -> list[str | None]:
+    """Likewise of the tiny tokenizers. Raises ValueError for one that there isn't."""
+    if asked not in (None, "all", *TINY_TOKENIZERS):
+        raise ValueError(f"no tiny tokenizer {asked!r}; there are {', '.join(TINY_TOKENIZERS)}")
+    return list(TINY_TOKENIZERS) if asked == "all" else [asked]
 
 
 def random_prompts(tokenizer: HfTokenizer, count: int, rng: random.Random, *, longest: int) -> list[tuple[int, ...]]:

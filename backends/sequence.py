@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from backends.deadline import Behind, Pace, behind
+from backends.detokenizer import Detokenizer
 from backends.lookup import Lookup
 from backends.runner import Proposals
 from backends.sampling import LogitProcessor
@@ -63,6 +64,7 @@ class Sequence:
     undrafted: Undrafted = field(default_factory=Undrafted)
     unasked: str = Why.NOTHING
     gate_speedup: float = 0.0
+    detokenizer: Detokenizer = field(init=False)
     text: TextStream = field(init=False)
     counts: Counts = field(default_factory=Counts)
     finish_reason: FinishReason | None = None
@@ -79,7 +81,10 @@ class Sequence:
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.tokens = list(self.request.prompt_token_ids)
-        self.text = TextStream(sampling.stop, self.tokenizer.detokenizer().push)
+        self.detokenizer = (
+            self.tokenizer.detokenizer_after(self.tokens) if self.request.continues else self.tokenizer.detokenizer()
+        )
+        self.text = TextStream(sampling.stop, self.detokenizer.push, self.detokenizer.flush)
         self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
         plan = self.request.plan
         if plan.method == "medusa" and plan.lookup and plan.tree is None:
@@ -129,10 +134,12 @@ class Sequence:
         if may_stop and token in self._ending_ids:
             self.finish_reason, self.stop_match = "stop", token
             return True
-        start = len(self.text.text)
+        start = self.text.length
+        # Before the token is pushed: what its and the others' texts are depends on what stands there.
+        entry = None if sampling.logprobs is None else self._logprobs(token, logits[row], sampling.logprobs)
         match = self.text.push(token, watch=may_stop)
-        if sampling.logprobs is not None and (match is None or start < len(self.text.text)):
-            self.text.add_logprobs(start, self._logprobs(token, logits[row], sampling.logprobs))
+        if entry is not None and (match is None or start < self.text.length):
+            self.text.add_logprobs(start, entry)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
         elif self.num_generated >= sampling.max_tokens:
@@ -229,5 +236,6 @@ class Sequence:
         )
 
     def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        raw = self.tokenizer.token_bytes(token)
-        return TokenLogprob(token, raw.decode("utf-8", "replace"), logprob, raw)
+        raw = self.detokenizer.next_bytes(token)
+        name = self.tokenizer.token_name(token)
+        return TokenLogprob(token, raw.decode("utf-8", "replace") if name is None else name, logprob, raw)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from backends.tree import CandidateTree
 
@@ -80,6 +80,7 @@ class GenerationRequest:
     """One sequence to decode. ``deadline_s``: seconds from submission after which it ends with reason "deadline".
 
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
+    ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class GenerationRequest:
     plan: DecodingPlan
     deadline_s: float | None = None
     stats_key: str = ""
+    continues: bool = False
 
 
 @dataclass(slots=True)
@@ -290,16 +292,29 @@ class CostKeeper(Protocol):
         ...
 
 
+class PromptTooLong(ValueError):
+    """A text has more tokens than its caller can use; ``tokens``: how many, or a number that it has at least."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the text has at least {tokens} tokens")
+        self.tokens = tokens
+
+
+class NoChatTemplate(ValueError):
+    """The model takes text completions only."""
+
+
 class ChatTokenizer(Protocol):
-    """Text in, token ids out, for the served model."""
+    """Text in, token ids out, for the served model. Over ``most_tokens`` both raise :class:`PromptTooLong`, as far as
+    they can tell before they tokenise."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, most_tokens: int | None = None) -> list[int]: ...
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most_tokens: int | None = None) -> list[int]:
         """Apply the model's chat template (with the generation prompt) and tokenise."""
         ...
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class RequestRefused(ValueError):

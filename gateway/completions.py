@@ -47,7 +47,7 @@ class ChatCall(Call):
         self._messages = plain_messages(body.messages)
 
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
-        return [await encode_messages(served.tokenizer, self._messages, inline_chars)]
+        return [await encode_messages(served.tokenizer, self._messages, inline_chars, served.decoder.info)]
 
     def choice_writer(self) -> ChatChoiceWriter:
         return ChatChoiceWriter()
@@ -78,6 +78,7 @@ class CompletionCall(Call):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
     prompt_field = "prompt"
+    continues = True
 
     def __init__(self, body: CompletionRequest) -> None:
         refuse_best_of(body)
@@ -87,8 +88,9 @@ class CompletionCall(Call):
         self.logprobs = body.logprobs
 
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
-        refuse_unknown_ids(self._prompts, served.decoder.info.vocab_size)
-        return await encode_prompts(served.tokenizer, self._prompts, inline_chars)
+        info = served.decoder.info
+        refuse_unknown_ids(self._prompts, info.vocab_size)
+        return await encode_prompts(served.tokenizer, self._prompts, inline_chars, info)
 
     def choice_writer(self) -> CompletionChoiceWriter:
         return CompletionChoiceWriter()

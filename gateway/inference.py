@@ -92,6 +92,8 @@ class Call(ABC):
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
+    continues: ClassVar[bool] = False
+    """Whether an answer goes on from its prompt's text."""
     body: GenerationFields
     prompts: int
     logprobs: int | None
@@ -173,7 +175,9 @@ async def answer_call(
             deadline_s = max(deadline_s - (gateway.clock() - arrived), 0.0)
         sampling = replace(sampling, temperature=planned.decision.temperature)
         seeds = seeds_of(seed, len(prompts), body.n or 1, given=body.seed is not None)
-        sequences = _sequences(answer_id, prompts, budgets, sampling, seeds, planned, deadline_s)
+        sequences = _sequences(
+            answer_id, prompts, budgets, sampling, seeds, planned, deadline_s, continues=call.continues
+        )
         gateway.controller.record(
             DecisionRecord(answer_id, planned.facts, planned.decision, gateway.wall_clock(), planned.as_dict()),
             request_id_of(request.scope, gateway.new_id),
@@ -325,6 +329,8 @@ def _sequences(
     seeds: Sequence[int],
     planned: Planned,
     deadline_s: float | None,
+    *,
+    continues: bool,
 ) -> list[GenerationRequest]:
     """One engine request per choice, prompt by prompt, as OpenAI numbers them."""
     n = len(seeds) // len(prompts)
@@ -336,6 +342,7 @@ def _sequences(
             plan=planned.plan,
             deadline_s=deadline_s,
             stats_key=planned.stats_key,
+            continues=continues,
         )
         for index, seed in enumerate(seeds)
     ]

@@ -43,9 +43,18 @@ class CompletionLogprobsWriter:
             for each in (*position.top, position.chosen):
                 alternatives.setdefault(each.token, _finite(each))
             out.top_logprobs.append(alternatives)
-            out.text_offset.append(self._offset)
-            self._offset += len(self._decoder.decode(position.chosen.token_bytes))
+            out.text_offset.append(self._pass(position.chosen.token_bytes))
         return out
+
+    def _pass(self, raw: bytes) -> int:
+        """Go on by one token; where its own text begins: inside a character, that is where the character begins."""
+        begun = bool(self._decoder.getstate()[0])
+        shown = self._decoder.decode(raw[:1])
+        goes_on = raw and 0x80 <= raw[0] < 0xC0 and len(shown) <= 1
+        # Else what was begun is no character, and takes a place of its own in the text.
+        start = self._offset + (1 if begun and raw and not goes_on else 0)
+        self._offset += len(shown) + len(self._decoder.decode(raw[1:]))
+        return start
 
 
 def _finite(entry: TokenLogprob) -> float:

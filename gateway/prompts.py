@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar, cast
 
-from backends.types import ChatTokenizer
+from backends.types import ChatTokenizer, ModelInfo, NoChatTemplate, PromptTooLong
 from gateway.errors import InvalidRequest
 from gateway.openai_types import ChatMessage, CompletionRequest
+from gateway.validation import overlong_prompt
 
 Prompt = str | list[int]
+T = TypeVar("T")
+
+_MESSAGE_CHARS = 64
+"""What a message costs besides its text, in characters: templates are slow programs."""
 
 
 def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
@@ -60,37 +69,61 @@ def _not_empty(ids: list[int], param: str) -> list[int]:
 
 
 async def encode_messages(
-    tokenizer: ChatTokenizer, messages: list[dict[str, str]], inline_chars: int
+    tokenizer: ChatTokenizer, messages: list[dict[str, str]], inline_chars: int, info: ModelInfo
 ) -> tuple[int, ...]:
-    """Apply the chat template. A long text is tokenised in a thread, so that it holds up nobody's stream."""
+    """Apply the chat template. Much text, or many messages, are a thread's work, so that they hold up nobody's stream.
+
+    Raises :class:`InvalidRequest` for messages that the template refuses, or that can't fit the model's context.
+    """
     chars = sum(len(message["content"]) for message in messages)
+    small = chars <= inline_chars and len(messages) * _MESSAGE_CHARS <= max(inline_chars, _MESSAGE_CHARS)
     try:
-        ids = (
-            tokenizer.encode_chat(messages)
-            if chars <= inline_chars
-            else await asyncio.to_thread(tokenizer.encode_chat, messages)
-        )
+        ids = await _run(small, tokenizer.encode_chat, messages, info.max_model_len - 1)
+    except PromptTooLong as error:
+        raise _does_not_fit(error, info, "messages") from None
+    except NoChatTemplate:
+        raise InvalidRequest(f"{info.name} has no chat template; use /v1/completions.", param="messages") from None
     except ValueError as error:
         raise InvalidRequest(f"The model's chat template refuses these messages: {error}", param="messages") from None
     return tuple(ids)
 
 
 async def encode_prompts(
-    tokenizer: ChatTokenizer, prompts: list[Prompt], inline_chars: int
+    tokenizer: ChatTokenizer, prompts: list[Prompt], inline_chars: int, info: ModelInfo
 ) -> tuple[tuple[int, ...], ...]:
-    """Token ids of every prompt. Raises :class:`InvalidRequest` for a prompt without tokens."""
-    encoded: list[tuple[int, ...]] = []
-    for i, prompt in enumerate(prompts):
-        if isinstance(prompt, str):
-            ids = (
-                tokenizer.encode(prompt)
-                if len(prompt) <= inline_chars
-                else await asyncio.to_thread(tokenizer.encode, prompt)
-            )
+    """Token ids of every prompt. Raises :class:`InvalidRequest` for one without tokens, or that can't fit.
+
+    What they are together decides where they are tokenised, see :func:`encode_messages`.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    small = sum(map(len, texts)) <= inline_chars and len(texts) * _MESSAGE_CHARS <= max(inline_chars, _MESSAGE_CHARS)
+
+    def encode() -> tuple[tuple[int, ...], ...]:
+        encoded: list[tuple[int, ...]] = []
+        for i, prompt in enumerate(prompts):
+            param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            try:
+                ids = tokenizer.encode(prompt, info.max_model_len - 1) if isinstance(prompt, str) else prompt
+            except PromptTooLong as error:
+                raise _does_not_fit(error, info, param) from None
             if not ids:
-                param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
                 raise InvalidRequest(f"'{param}' has no tokens; send at least one.", param=param)
-        else:
-            ids = prompt
-        encoded.append(tuple(ids))
-    return tuple(encoded)
+            encoded.append(tuple(ids))
+        return tuple(encoded)
+
+    return await _run(small, encode)
+
+
+async def _run(here: bool, work: Callable[..., T], *args: Any) -> T:
+    return work(*args) if here else await asyncio.get_running_loop().run_in_executor(_threads(), work, *args)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads of its own: what waits here must not keep asyncio's from looking up a host name, say. As many long texts
+    at once as leave the engine cores; the others wait their turn."""
+    return ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 2), "tokenise")
+
+
+def _does_not_fit(error: PromptTooLong, info: ModelInfo, param: str) -> InvalidRequest:
+    return overlong_prompt(info, f"at least {error.tokens}", param)

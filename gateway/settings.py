@@ -28,7 +28,7 @@ class GatewaySettings:
     deadline_s: float | None = None
     drain_timeout_s: float = 30.0
     max_logit_bias: int = 1024
-    inline_tokenize_chars: int = 16_384
+    inline_tokenize_chars: int = 2_048
     max_header_bytes: int = 32 * 1024
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0

@@ -45,11 +45,11 @@ class FakeTokenizer:
     def __init__(self) -> None:
         self.threads: list[int] = []
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
         return list(text.encode("utf-8"))
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], most_tokens: int | None = None) -> list[int]:
         """A template that, like some real ones, takes a system message only at the start."""
         ids: list[int] = []
         for position, message in enumerate(messages):

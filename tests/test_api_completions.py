@@ -45,6 +45,14 @@ def test_forms_of_a_prompt(client: openai.OpenAI, prompt: str | list[str], count
     assert [choice.text for choice in answer.choices] == alone[:count]
 
 
+def test_a_text_goes_on_from_its_prompt_and_a_chat_answer_does_not(gateway: LiveGateway, client: openai.OpenAI) -> None:
+    """Tokens that begin with a space keep it in the first case only."""
+    client.completions.create(model=MODEL, prompt="once", n=2, max_tokens=2)
+    assert [request.continues for request in gateway.decoder.submitted[-2:]] == [True, True]
+    client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "once"}], max_tokens=2)
+    assert gateway.decoder.submitted[-1].continues is False
+
+
 def test_prompts_and_choices_are_numbered_prompt_by_prompt(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=["ab", "cd"], n=2, seed=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -500,6 +500,8 @@ class PickyTokenizer(HfTokenizer):
         real, bad = super().detokenizer(), self._bad
 
         class Picky:
+            flush = staticmethod(real.flush)
+
             def push(self, token_id: int) -> str:
                 if token_id == bad:
                     raise RuntimeError("no such piece")

@@ -25,6 +25,31 @@ def test_tiny_proof_prints_its_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(part["accepted_draft_tokens"] > 50 for part in report["by_dtype"].values())
 
 
+def test_every_shape_of_tokenizer_sends_the_text_of_its_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify-lossless", "--tiny", "--tokenizer", "all", "--prompts", "25", "--dtype", "float32", "--json"]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["by_dtype"]) == ["byte-level float32", "byte-fallback float32", "llama3 float32"]
+    assert report["token_mismatches"] == report["logit_mismatches"] == report["text_mismatches"] == 0
+
+
+def test_text_that_is_not_that_of_the_tokens_is_caught() -> None:
+    options = EngineOptions(model=TINY_MODEL_NAME, dtype="float32", threads=1)
+    loaded: LoadedCore = build_core(load_parts(options), options)
+    real = loaded.tokenizer.detokenizer
+
+    def forgetful() -> Any:
+        made = real()
+        made.flush = str  # type: ignore[method-assign]
+        return made
+
+    loaded.tokenizer.detokenizer = forgetful  # type: ignore[method-assign]
+    loaded.tokenizer.decode = loaded.tokenizer.decode_by_library  # type: ignore[method-assign]
+    report = verify_lossless(loaded, [tuple(range(5 + i, 12 + i)) for i in range(40)], seed=1, max_tokens=8)
+    assert report.text_mismatches > 0
+    assert not report.lossless
+
+
 def test_the_transformers_path_is_exact_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-lossless", "--tiny", "--prompts", "12", "--runner", "transformers", "--dtype", "float32"]) == 0
     assert " 0 token mismatches, 0 logit mismatches" in capsys.readouterr().out

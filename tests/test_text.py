@@ -25,9 +25,9 @@ class Pieces:
         self.shown, self.entries = "", []
 
     def push(self, token: int, *, watch: bool = True) -> str | None:
-        start = len(self.stream.text)
+        start = self.stream.length
         match = self.stream.push(token, watch=watch)
-        if match is None or start < len(self.stream.text):
+        if match is None or start < self.stream.length:
             self.stream.add_logprobs(start, logprobs(token))
         return match
 
@@ -84,7 +84,7 @@ def test_shown_text_is_the_whole_text_cut_once(
         if rng.random() < 0.5:
             found.take()
             assert expected.startswith(found.shown), "shown too early"
-            held = found.stream.text[len(found.shown) :]
+            held = found.stream.hidden
             assert held == "" or any(one.startswith(held) and one != held for one in stops), "held back for nothing"
     found.take(final=True)
     assert (found.shown, match) == (expected, stop)

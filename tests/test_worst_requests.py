@@ -139,16 +139,6 @@ EXPLAINED = [Row(f"explain: {name}", EXPLAIN, body) for name, _, body in [*PROMP
 ROWS = [*PROMPTS, *FIELDS, *ODD, *EXPLAINED, *POLICIES]
 
 
-TOKENISING = "tokenising holds Python's lock, or is done on the event loop"
-PENDING = {
-    **dict.fromkeys(
-        (row.name for row in [*PROMPTS, *EXPLAINED] if row.name != "explain: nested beyond depth"), TOKENISING
-    ),
-    **dict.fromkeys((row.name for row in POLICIES), "policies are read on the event loop"),
-}
-"""Rows that may fail until what is said here is mended. They may pass."""
-
-
 class Bystander:
     """Does ``work`` over and over in a thread, and remembers when it had to wait, and how long."""
 
@@ -281,11 +271,9 @@ def watched() -> Iterator[Watched]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_nobody_else_is_held_up(request: pytest.FixtureRequest, watched: Watched, row: Row) -> None:
-    if reason := PENDING.get(row.name):
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_nobody_else_is_held_up(watched: Watched, row: Row) -> None:
     told: list[str] = []
-    for _ in range(1 if reason else TRIES):
+    for _ in range(TRIES):
         calm = watched.calm() if told else {"/healthz": 0.0, "the stream": 0.0}
         status, busy = watched.send(row)
         assert status < 500, row.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import product
 from typing import Any
 
 from gateway.commands.engine_options import add_engine_options
@@ -15,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
         "verify-lossless",
         help="compare speculative with vanilla decoding, bit by bit",
         description="Decode random prompts alone and vanilla, then with random trees in random batches, greedy and "
-        "sampled; compare tokens and logits bitwise. Exits 1 on any difference.",
+        "sampled; compare tokens and logits bitwise, and the text with the decoded tokens. Exits 1 on any difference.",
     )
     add = parser.add_argument
     add_engine_options(add, "--model", "--heads")
@@ -24,6 +25,11 @@ def add_parser(subparsers: Any) -> None:
         "--architecture",
         metavar="NAME",
         help="with --tiny: the random model's architecture (gemma2, phi, gpt-neox, ...), or 'all', one after another",
+    )
+    add(
+        "--tokenizer",
+        metavar="KIND",
+        help="with --tiny: the shape of its tokenizer (byte-level, byte-fallback, llama3), or 'all', one after another",
     )
     add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
     add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
@@ -35,35 +41,39 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from backends.proofs import architectures, prove
+    from backends.proofs import architectures, prove, tokenizers
     from gateway.cli import CommandError
 
     if args.architecture and not args.tiny:
         raise CommandError("--architecture goes with --tiny: a real model has its own")
+    if args.tokenizer and not args.tiny:
+        raise CommandError("--tokenizer goes with --tiny: a real model has its own")
     dtypes = ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,)
     prompts = args.prompts or (5000 if args.tiny else 200)
     parts = {}
     try:
-        for architecture in architectures(args.architecture):
-            for dtype in dtypes:
-                name = f"{architecture} {dtype}" if architecture else dtype
-                parts[name] = prove(
-                    model=args.model,
-                    heads=args.heads,
-                    tiny=args.tiny,
-                    architecture=architecture,
-                    quantize=args.quantize,
-                    dtype=dtype,
-                    device=args.device,
-                    runner=args.runner,
-                    prompts=prompts,
-                    max_tokens=args.max_tokens,
-                    seed=args.seed,
-                    progress=lambda done, total, name=name: _progress(name, done, total),
-                )
+        for architecture, tokenizer, dtype in product(
+            architectures(args.architecture), tokenizers(args.tokenizer), dtypes
+        ):
+            name = " ".join(each for each in (architecture, tokenizer, dtype) if each)
+            parts[name] = prove(
+                model=args.model,
+                heads=args.heads,
+                tiny=args.tiny,
+                architecture=architecture,
+                tokenizer=tokenizer,
+                quantize=args.quantize,
+                dtype=dtype,
+                device=args.device,
+                runner=args.runner,
+                prompts=prompts,
+                max_tokens=args.max_tokens,
+                seed=args.seed,
+                progress=lambda done, total, name=name: _progress(name, done, total),
+            )
     except ValueError as error:
         raise CommandError(str(error)) from error
-    keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches")
+    keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches", "text_mismatches")
     total = {key: sum(getattr(part, key) for part in parts.values()) for key in keys}
     if args.json:
         detail = {
@@ -75,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
         for name, part in parts.items():
             print(
                 f"{name}: {part.prompts} prompts, {part.tokens} tokens, {part.accepted} draft tokens accepted, "
-                f"{part.token_mismatches} token mismatches, {part.logit_mismatches} logit mismatches"
+                f"{part.token_mismatches} token mismatches, {part.logit_mismatches} logit mismatches, "
+                f"{part.text_mismatches} text mismatches"
             )
     return 0 if all(part.lossless for part in parts.values()) else 1
 
