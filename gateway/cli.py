@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib import util
 
+from gateway.commands.engine_options import refuse_missing_folders
 from gateway.version import package_version
 
 COMMANDS = (
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = arguments[0].replace("-", "_") if arguments else ""
     try:
         parsed = build_parser([asked] if asked in commands else commands).parse_args(arguments)
+        refuse_missing_folders(parsed)
         return int(parsed.run(parsed) or 0)
     except CommandError as error:
         return _told(str(error))

@@ -145,7 +145,7 @@ def test_a_model_that_cannot_be_loaded(
         ("--backends {file}", "{file}: there is no folder {folder}/nonexistent"),
         ("--backends /nope.yaml", "/nope.yaml: No such file or directory"),
         ("--policy /nope.yaml", "/nope.yaml: No such file or directory"),
-        ("--policy {folder}", "{folder}: Is a directory"),
+        ("--policy {folder}", "{folder}: is a folder; it must be a regular file, or a link to one"),
     ],
 )
 def test_a_file_or_folder_that_is_not_there_is_told_in_a_line_before_torch_is_loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,18 @@ from typing import Any
 from backends.hub import is_path
 
 
-def folder_or_id(text: str) -> str:
-    """An argparse type. A folder that is not there is told at once, before torch is loaded to look for it."""
+class FolderOrId(str):
+    """The value of an option that names a folder or an id of the hub. ``cli.main`` has it checked before the command
+    runs; parsing a command line looks at no disk."""
+
+
+def refuse_missing_folders(args: argparse.Namespace) -> None:
+    """Tell at once, before torch is loaded to look for it, of a folder that is not there. Raises CommandError."""
     from gateway.cli import CommandError
 
-    if problem := no_such_folder(text):
-        raise CommandError(problem)
-    return text
+    for value in vars(args).values():
+        if isinstance(value, FolderOrId) and (problem := no_such_folder(value)):
+            raise CommandError(problem)
 
 
 def no_such_folder(name: str) -> str | None:
@@ -27,12 +33,12 @@ def no_such_folder(name: str) -> str | None:
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {
-        "type": folder_or_id,
+        "type": FolderOrId,
         "metavar": "DIR_OR_ID",
         "help": "local folder or hub id; default: the demo model",
     },
     "--heads": {
-        "type": folder_or_id,
+        "type": FolderOrId,
         "metavar": "DIR_OR_ID",
         "help": "Medusa heads; default: those that belong to the model",
     },

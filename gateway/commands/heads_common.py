@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from gateway.commands.engine_options import add_engine_options
+
 if TYPE_CHECKING:
     from backends.training.backbone import Backbone
     from backends.training.cleaning import CleaningOptions
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=None, help="local model folder or hub id; default: the demo model")
+    add_engine_options(parser.add_argument, "--model")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: all")
 
 
