@@ -8,10 +8,11 @@ of them alike; a cell reports medians over its rounds. Answers end where the mod
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from backends.bench_prompts import PROMPTS
 from backends.cores import cpu_name, usable_cores
 from backends.loading import EngineOptions, LoadedCore, build_core, load_parts
+from backends.paged_attention import ATTENTION_NAME
 from backends.types import DecodingPlan, GenerationRequest, GenerationStats, SamplingParams
 
 CONTESTANTS = ("medusa", "vanilla", "generate")
@@ -190,7 +192,7 @@ def generate(
         ids = torch.tensor([[eos[0]] * (width - len(prompt)) + list(prompt) for prompt in batch], device=model.device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=model.device)
         sampling = {"do_sample": True, "temperature": cell.temperature, "top_k": 0} if cell.temperature else {}
-        with torch.inference_mode():
+        with torch.inference_mode(), _own_attention(model):
             out = model.generate(
                 ids,
                 attention_mask=mask,
@@ -206,6 +208,19 @@ def generate(
     if loaded.core.runner.kind == "native":
         torch.set_num_threads(1)
     return Run(sum(map(len, answers)), seconds, answers)
+
+
+@contextlib.contextmanager
+def _own_attention(model: Any) -> Iterator[None]:
+    """A model that the engine runs through transformers attends through the engine only; here as it would without."""
+    before = model.config._attn_implementation
+    if before == ATTENTION_NAME:
+        model.set_attn_implementation("sdpa" if getattr(model, "_supports_sdpa", False) else "eager")
+    try:
+        yield
+    finally:
+        if before == ATTENTION_NAME:
+            model.set_attn_implementation(before)
 
 
 def machine(loaded: LoadedCore) -> dict[str, Any]:

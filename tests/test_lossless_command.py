@@ -92,6 +92,15 @@ def test_bench_prints_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
         assert {"temperature", "tokens_per_step", "nodes"} <= cell.keys()
 
 
+def test_bench_of_a_model_that_runs_through_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its attention is the engine's then, which ``generate`` can't use: so on a GPU, and where no compiler is."""
+    arguments = ["bench", "--model", TINY_MODEL_NAME, "--runner", "transformers", "--rounds", "2", "--concurrency", "1"]
+    assert main([*arguments, "--temperature", "0", "--max-tokens", "6", "--json"]) == 0
+    for cell in json.loads(capsys.readouterr().out)["cells"]:
+        assert cell["identical"]
+        assert cell["generate_tps"] > 0
+
+
 def test_sweep_prints_the_cells(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", "sweep", "--model", TINY_MODEL_NAME, "--rounds", "1", "--concurrency", "2"]
     assert main([*arguments, "--max-tokens", "6", "--json"]) == 0
