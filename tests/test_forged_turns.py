@@ -97,7 +97,7 @@ def test_an_added_token_costs_what_its_letters_cost(name: str, template: str, rn
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_values_of_any_depth_are_a_clients(name: str) -> None:
-    tokenizer = family(name, "plain")
+    tokenizer = family.__wrapped__(name, "plain")  # one of its own: it gets another template
     start, end = turn_tokens(tokenizer._hf)
     tokenizer._hf.chat_template = (
         "{{ mode }}{{ tools | tojson }}{% for t in tools %}{{ t.name }}{{ t['list'][0] ~ t.list[1:] }}{% endfor %}"

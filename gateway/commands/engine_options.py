@@ -10,17 +10,29 @@ from typing import Any
 from backends.hub import is_path
 
 
-class FolderOrId(str):
-    """The value of an option that names a folder or an id of the hub. ``cli.main`` has it checked before the command
-    runs; parsing a command line looks at no disk."""
+class FolderOrId(argparse.Action):
+    """Keeps the name of a folder, or an id of the hub, and that :func:`refuse_missing_folders` is to look at it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.may_be_folders = [*getattr(namespace, "may_be_folders", ()), values]
 
 
 def refuse_missing_folders(args: argparse.Namespace) -> None:
-    """Tell at once, before torch is loaded to look for it, of a folder that is not there. Raises CommandError."""
+    """Tell at once, before torch is loaded to look for it, of a folder that is not there. Raises CommandError.
+
+    Parsing a command line looks at no disk, so this is called behind it.
+    """
     from gateway.cli import CommandError
 
-    for value in vars(args).values():
-        if isinstance(value, FolderOrId) and (problem := no_such_folder(value)):
+    for name in getattr(args, "may_be_folders", ()):
+        if problem := no_such_folder(name):
             raise CommandError(problem)
 
 
@@ -33,12 +45,12 @@ def no_such_folder(name: str) -> str | None:
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "--model": {
-        "type": FolderOrId,
+        "action": FolderOrId,
         "metavar": "DIR_OR_ID",
         "help": "local folder or hub id; default: the demo model",
     },
     "--heads": {
-        "type": FolderOrId,
+        "action": FolderOrId,
         "metavar": "DIR_OR_ID",
         "help": "Medusa heads; default: those that belong to the model",
     },
