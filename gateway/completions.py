@@ -27,6 +27,7 @@ from gateway.routing.backends import ServedModel
 from gateway.routing.dispatch import dispatch
 from gateway.state import gateway_of
 from gateway.streaming import ChatChoiceWriter, CompletionChoiceWriter
+from gateway.upstream.payload import tokens_of
 from gateway.validation import chat_logprobs as wanted_chat_logprobs
 from gateway.validation import refuse_best_of
 
@@ -44,7 +45,8 @@ class ChatCall(Call):
         self.body = body
         self.prompts = 1
         self.logprobs = wanted_chat_logprobs(body)
-        self._messages = plain_messages(body.messages)
+        self.prompt = self._messages = plain_messages(body.messages)
+        self.estimated_tokens = [tokens_of(sum(len(each["content"]) for each in self._messages))]
 
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
         return [await encode_messages(served.tokenizer, self._messages, inline_chars, served.decoder.info)]
@@ -83,7 +85,8 @@ class CompletionCall(Call):
     def __init__(self, body: CompletionRequest) -> None:
         refuse_best_of(body)
         self.body = body
-        self._prompts = split_prompts(body)
+        self.prompt, self._prompts = body.prompt, split_prompts(body)
+        self.estimated_tokens = [tokens_of(len(each)) if isinstance(each, str) else len(each) for each in self._prompts]
         self.prompts = len(self._prompts)
         self.logprobs = body.logprobs
 

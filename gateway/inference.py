@@ -97,6 +97,10 @@ class Call(ABC):
     body: GenerationFields
     prompts: int
     logprobs: int | None
+    prompt: Any
+    """What is to be answered, as an upstream is sent it: plain messages, or ``prompt`` as it came."""
+    estimated_tokens: list[int]
+    """Of each prompt: exact for token ids, a guess by length for text."""
 
     @property
     def sequences(self) -> int:

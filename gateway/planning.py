@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from backends.tree import CandidateTree, TreeError
 from backends.types import DecodingPlan, ModelInfo
 from gateway.errors import InvalidRequest
@@ -121,14 +119,6 @@ def prompt_to_classify(body: GenerationFields) -> list[dict[str, str]] | str | N
     assert isinstance(body, CompletionRequest)
     first = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
     return first if isinstance(first, str) else None
-
-
-def whole_prompt(body: GenerationFields) -> Any:
-    """All that was sent to be answered, for operators who log it."""
-    if isinstance(body, ChatCompletionRequest):
-        return plain_messages(body.messages)
-    assert isinstance(body, CompletionRequest)
-    return body.prompt
 
 
 def turn_of(body: GenerationFields) -> Turn:

@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.auth.access import Access, open_keys
+from gateway.completions import ChatCall, CompletionCall
 from gateway.openai_types import ChatCompletionRequest, ChatMessage, CompletionRequest
 from gateway.routing.backends import Backends
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
@@ -32,7 +33,6 @@ from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.breaker import BreakerSettings
 from gateway.upstream.chunk import Chunk, read_chunk
 from gateway.upstream.errors import UpstreamFailure, retry_after_seconds
-from gateway.upstream.payload import estimated_prompt_tokens
 from gateway.upstream.sse import MalformedStream
 from gateway.upstream.stream import _MOST_HELD
 from gateway.upstream.tally import Tally
@@ -371,13 +371,13 @@ def test_an_end_that_is_said_twice_is_passed_on_twice(one: LiveGateway, first: S
 
 
 def test_an_estimate_of_something_is_not_nothing() -> None:
-    def chat(text: str) -> ChatCompletionRequest:
-        return ChatCompletionRequest(model=MODEL, messages=[ChatMessage("user", text)])
+    def chat(text: str) -> list[int]:
+        return ChatCall(ChatCompletionRequest(model=MODEL, messages=[ChatMessage("user", text)])).estimated_tokens
 
     def text(prompt: Any) -> list[int]:
-        return estimated_prompt_tokens(CompletionRequest(model=MODEL, prompt=prompt))
+        return CompletionCall(CompletionRequest(model=MODEL, prompt=prompt)).estimated_tokens
 
-    assert [estimated_prompt_tokens(chat("x" * n)) for n in (0, 1, 3, 4, 5)] == [[0], [1], [1], [1], [2]]
+    assert [chat("x" * n) for n in (0, 1, 3, 4, 5)] == [[0], [1], [1], [1], [2]]
     assert text("ab") == [1]
     assert text(["ab", "abcde"]) == [1, 2]
     assert text([[1, 2, 3], [4]]) == [3, 1]

@@ -147,7 +147,7 @@ def test_usage_so_far_is_passed_on(gateway: LiveGateway, first: ScriptedUpstream
     body = CHAT_BODIES.decode(
         json.dumps({"model": MODEL, "messages": HI, "stream": True, "stream_options": options}).encode()
     )
-    assert payload(body, "vllm", "theirs", None)[1]["stream_options"] == {"include_usage": True, **options}
+    assert payload(body, HI, "vllm", "theirs", None)[1]["stream_options"] == {"include_usage": True, **options}
 
 
 @pytest.mark.parametrize("added", [{"reasoning_content": "hm"}, {"refusal": "I can not"}, {"annotations": [{"a": 1}]}])

@@ -11,7 +11,6 @@ from litestar.response.base import ASGIResponse
 
 from gateway.errors import APIError, InvalidRequest, QueueFull, Unavailable
 from gateway.inference import Call, Routed, answer_call, class_of
-from gateway.planning import whole_prompt
 from gateway.request_record import record_of
 from gateway.routing.backends import Backend, EngineBackend
 from gateway.routing.choice import Candidate, Choice, choose
@@ -56,7 +55,7 @@ def _classified(call: Call, request: Request[Any, Any, Any], gateway: GatewaySta
     record.classified = began, gateway.telemetry.clock()
     hinted = call.body.decoding is not None and call.body.decoding.class_ is not None
     if record.content is not None:
-        record.content["gen_ai.input.messages"] = whole_prompt(call.body)
+        record.content["gen_ai.input.messages"] = call.prompt
     record.class_source = "request" if hinted else "classifier"
     return record.class_name
 

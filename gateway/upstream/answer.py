@@ -24,7 +24,7 @@ from gateway.streaming import EventStream, noting_failure
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import Chunk
 from gateway.upstream.errors import UpstreamFailure
-from gateway.upstream.payload import decoding_wishes, estimated_prompt_tokens, payload
+from gateway.upstream.payload import decoding_wishes, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
 from gateway.upstream.stream import UpstreamAnswer
 from gateway.upstream.tally import Tally
@@ -66,12 +66,12 @@ async def answer_remotely(
     record.decision, record.decided = decision, (deciding, gateway.telemetry.clock())
     report = report_of(backend, decision, routed.why)
     temperature = decision.temperature if body.temperature is not None or _set_by_policy(decision) else None
-    path, sent = payload(body, backend.spec.dialect, backend.spec.upstream_model, temperature)
+    path, sent = payload(body, call.prompt, backend.spec.dialect, backend.spec.upstream_model, temperature)
     hops = {HOPS_HEADER: str(hops_of(request) + 1), "x-request-id": request_id_of(request.scope, gateway.new_id)}
     # The upstream's spans become children of ours, or of the client's where we have none.
     gateway.telemetry.pass_on(hops)
     ticket = gateway.admission.admit(call.sequences, backend.places)
-    tally = Tally(sum(estimated_prompt_tokens(body)))
+    tally = Tally(sum(call.estimated_tokens))
     most = max_tokens[1] if max_tokens else gateway.settings.default_max_tokens
     try:
         await charge(
@@ -179,7 +179,7 @@ def decide_remotely(
         answer_id,
         request,
         backend.info,
-        prompt_tokens=max(estimated_prompt_tokens(call.body), default=0),
+        prompt_tokens=max(call.estimated_tokens, default=0),
         load=candidate.load,
     )
     decision = gateway.controller.decide(facts, dry=dry)

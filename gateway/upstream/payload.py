@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai_types import ChatCompletionRequest, CompletionRequest, DecodingOptions, GenerationFields
+from gateway.openai_types import ChatCompletionRequest, DecodingOptions, GenerationFields
 from gateway.planning import asked_fields
-from gateway.prompts import plain_messages, split_prompts
 from gateway.routing.spec import EXTENSIONS, SAMPLING_EXTENSIONS, Dialect
 
 _STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
@@ -38,45 +37,33 @@ def decoding_wishes(options: DecodingOptions | None) -> list[str]:
 
 
 def payload(
-    body: GenerationFields, dialect: Dialect, upstream_model: str, temperature: float | None
+    body: GenerationFields, prompt: Any, dialect: Dialect, upstream_model: str, temperature: float | None
 ) -> tuple[str, dict[str, Any]]:
-    """The path below the upstream's URL, and the body.
+    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.inference.Call.prompt`.
 
     Always streamed, whatever the client wants, so that an upstream that hangs is noticed. Labels (``user``,
     ``metadata``) are for this gateway's operator and go no further. ``temperature`` None: the upstream's default.
     """
-    fields = msgspec.to_builtins(body)
     chat = isinstance(body, ChatCompletionRequest)
     stream_options = {"include_usage": True}
     if body.stream_options is not None and body.stream_options.continuous_usage_stats and dialect != "openai":
         stream_options["continuous_usage_stats"] = True
     sent: dict[str, Any] = {"model": upstream_model, "stream": True, "stream_options": stream_options}
-    if chat:
-        sent["messages"] = plain_messages(body.messages)
-    else:
-        assert isinstance(body, CompletionRequest)
-        sent["prompt"] = body.prompt
+    sent["messages" if chat else "prompt"] = prompt
     if temperature is not None:
         sent["temperature"] = temperature
     for name in (*_STANDARD, *(_CHAT if chat else _COMPLETION), *_extensions(body)):
-        if fields.get(name) is not None:
-            sent[name] = fields[name]
+        if (value := getattr(body, name)) is not None:
+            sent[name] = value
     if "decoding" in EXTENSIONS[dialect] and (wishes := decoding_wishes(body.decoding)):
-        sent["decoding"] = {name: fields["decoding"][name] for name in wishes}
+        asked = msgspec.to_builtins(body.decoding)
+        sent["decoding"] = {name: asked[name] for name in wishes}
     return ("/chat/completions" if chat else "/completions"), sent
 
 
 def tokens_of(characters: int) -> int:
     """The tokens of a text by its length: a guess, and never 0 for a text that says something."""
     return -(-characters // CHARS_PER_TOKEN)
-
-
-def estimated_prompt_tokens(body: GenerationFields) -> list[int]:
-    """Of each prompt: exact for token ids, a guess by length for text."""
-    if isinstance(body, ChatCompletionRequest):
-        return [tokens_of(sum(len(each["content"]) for each in plain_messages(body.messages)))]
-    assert isinstance(body, CompletionRequest)
-    return [tokens_of(len(each)) if isinstance(each, str) else len(each) for each in split_prompts(body)]
 
 
 def _extensions(body: GenerationFields) -> list[str]:
