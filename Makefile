@@ -32,7 +32,7 @@ setup: $(VENV)/.installed
 
 # Converts the demo model into the user's cache; a second run only checks it.
 model: setup
-	@$(BIN)/python -c "from backends.demo import prepare_demo_model; prepare_demo_model()"
+	@$(BIN)/python -c "from backends.models.demo import prepare_demo_model; prepare_demo_model()"
 
 serve: model
 	@$(BIN)/medusa-gateway serve --port $(PORT)

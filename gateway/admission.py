@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from gateway.errors import InvalidRequest, QueueFull, shutting_down
+from gateway.wire.errors import InvalidRequest, QueueFull, shutting_down
 
 RATE_WINDOW_S = 30.0
 RETRY_WITHOUT_RATE_S = 5

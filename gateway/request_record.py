@@ -10,8 +10,8 @@ from litestar.types import Scope
 from telemetry.request import RequestRecord
 
 if TYPE_CHECKING:
-    from gateway.openai_types import GenerationFields
-    from gateway.results import ChoiceResult
+    from gateway.serving.results import ChoiceResult
+    from gateway.wire.requests import GenerationFields
 
 _KEY = "request_record"
 

@@ -43,7 +43,7 @@ FIGURES: Mapping[str, Figure] = {
     "medusa_heads_stale": Figure("model", "1 when its heads were trained for another backbone, else 0"),
     "medusa_redis_up": Figure("fleet", "1 while the statistics store answers, else 0"),
 }
-"""What ``metric`` may name. ``telemetry.alerts.rules`` says how each is asked of Prometheus."""
+"""What ``metric`` may name. ``telemetry.alerts.prometheus_rules`` says how each is asked of Prometheus."""
 
 
 @dataclass(frozen=True, slots=True)

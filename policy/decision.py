@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from backends.tree import CandidateTree
 from backends.types import Acceptance, Method
-from policy.counters import Arm, temperature_bucket
-from policy.livestats import KeyStats, LiveStats
 from policy.spec import PolicySpec, RequestFacts, Settings
+from policy.statistics.counters import Arm, temperature_bucket
+from policy.statistics.snapshot import KeyStats, LiveStats
 
 DEFAULT_TEMPERATURE = 1.0
 _LOT_KEY = b"medusa-gateway control and probe"

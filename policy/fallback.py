@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from policy.counters import Tally
 from policy.spec import FallbackSettings
+from policy.statistics.counters import Tally
 
 MIN_STEPS = 100.0
 """Fewer steps are no evidence against speculation."""

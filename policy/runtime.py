@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from policy.format import default_policy, parse_policy
+from policy.config.watched_file import WatchedFile, read_regular
+from policy.file.format import default_policy, parse_policy
 from policy.spec import PolicySpec
-from policy.watched_file import WatchedFile, read_regular
 
 EMBEDDED = "embedded default"
 

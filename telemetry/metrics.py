@@ -10,8 +10,8 @@ from opentelemetry.metrics import CallbackOptions, Histogram, Meter, Observation
 from backends.types import StepSample
 from telemetry import catalog
 from telemetry.catalog import METRICS, MOST_ERRORS, OTHER, Metric
-from telemetry.figures import ClosedLabels, Figures
 from telemetry.request import PROVIDER, RequestRecord
+from telemetry.snapshot import ClosedLabels, Figures
 
 
 class GatewayMetrics:

@@ -8,7 +8,7 @@ from typing import Any
 
 from backends.types import DecodingPlan, GenerationStats
 from policy.decision import Decision
-from policy.livestats import KeyStats
+from policy.statistics.snapshot import KeyStats
 
 PROVIDER = "medusa-gateway"
 """``gen_ai.provider.name``: who answers."""

@@ -16,11 +16,11 @@ from prometheus_client.exposition import choose_encoder
 
 from backends.types import StepSampler
 from telemetry.environment import PROPAGATORS, TelemetrySettings
-from telemetry.figures import ClosedLabels, Figures, Sources, StepWindow, take_figures
 from telemetry.logs import CONTENT_LOG, REQUEST_LOG
 from telemetry.metrics import GatewayMetrics
 from telemetry.providers import Providers, make_resource, open_propagator, open_providers
 from telemetry.request import RequestRecord
+from telemetry.snapshot import ClosedLabels, Figures, Sources, StepWindow, take_figures
 from telemetry.tracing import Epoch, end_server_span, server_attributes, start_server_span
 
 SHUTDOWN_PATIENCE_S = 3.0

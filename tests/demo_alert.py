@@ -71,8 +71,8 @@ def write_random_heads(folder: Path) -> None:
     """Heads of the demo model's size that were never trained: sure of themselves, and wrong."""
     import torch
 
-    from backends.heads import MedusaHeads, load_heads, read_heads_config, save_heads
-    from backends.loading import DEMO_HEADS
+    from backends.engine.loading import DEMO_HEADS
+    from backends.heads.module import MedusaHeads, load_heads, read_heads_config, save_heads
 
     config = read_heads_config(DEMO_HEADS)
     backbone = config["backbone"]

@@ -29,7 +29,7 @@ from typing import Any
 
 import httpx
 
-from backends.bench_prompts import PROMPTS
+from backends.bench.prompts import PROMPTS
 from tests.demo_alert import write_random_heads
 
 ROOT = Path(__file__).parent.parent
@@ -43,14 +43,14 @@ ALERT = "fell-back"
 def serve(folder: Path) -> None:
     """The gateway: ``medusa-gateway serve`` in all but the signals, which swap the engine's heads between two steps."""
     from backends.checkpoints.loader import BackboneFacts, load_checkpoint
-    from backends.engine import Engine
-    from backends.loading import EngineOptions, build_core, load_parts
+    from backends.engine.loading import EngineOptions, build_core, load_parts
+    from backends.engine.thread import Engine
     from gateway.classifier import PromptClassifier
-    from gateway.controller import Controller
-    from gateway.routing.backends import ServedModel
-    from gateway.server import bind, run_server
-    from gateway.state import GatewayState
-    from policy.format import default_policy
+    from gateway.http.server import bind, run_server
+    from gateway.serving.controller import Controller
+    from gateway.serving.state import GatewayState
+    from gateway.serving.targets import ServedModel
+    from policy.file.format import default_policy
     from policy.runtime import PolicyRuntime
 
     options = EngineOptions(max_model_len=1024)

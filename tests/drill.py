@@ -26,9 +26,9 @@ from typing import Any
 
 import httpx
 
-from policy.book import RETAINED_EPOCHS, epoch_of
-from policy.redis_client import parse_redis_url
-from policy.store import RedisStore
+from policy.shared.redis_client import parse_redis_url
+from policy.shared.store import RedisStore
+from policy.statistics.epoch_book import RETAINED_EPOCHS, epoch_of
 from tests.debian import Unavailable
 from tests.drill_rig import MODEL, PATIENCE_S, Replica, Rig
 

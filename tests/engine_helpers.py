@@ -14,15 +14,15 @@ import pytest
 import torch
 from hypothesis import settings
 
-from backends.batch import PAGE_SIZE, BatchBuilder, StepBatch
-from backends.cost import StepCost
-from backends.engine_core import EngineConfig, EngineCore, Observer
-from backends.hf_runner import HfRunner
-from backends.native.library import NativeUnavailable, load_library
-from backends.native.runner import NativeRunner
-from backends.runner import HeadsRunner, ModelRunner, Proposals
-from backends.tiny import tiny_tokenizer
-from backends.tokenizer import HfTokenizer
+from backends.cost.step_cost import StepCost
+from backends.engine.core import EngineConfig, EngineCore, Observer
+from backends.models.tiny import tiny_tokenizer
+from backends.models.tokenizer import HfTokenizer
+from backends.runners.base import HeadsRunner, ModelRunner, Proposals
+from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
+from backends.runners.hf import HfRunner
+from backends.runners.native.bindings import NativeUnavailable, load_library
+from backends.runners.native.runner import NativeRunner
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, FinishReason, GenerationRequest, PositionLogprobs, SamplingParams, TokenChunk
 

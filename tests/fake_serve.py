@@ -6,10 +6,10 @@ import argparse
 import logging
 import os
 
-from gateway.controller import Controller
-from gateway.routing.backends import ServedModel
-from gateway.server import bind, run_server
-from gateway.state import GatewayState
+from gateway.http.server import bind, run_server
+from gateway.serving.controller import Controller
+from gateway.serving.state import GatewayState
+from gateway.serving.targets import ServedModel
 from policy.runtime import PolicyRuntime
 from telemetry.logs import configure_logging
 from telemetry.service import Telemetry

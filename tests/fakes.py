@@ -29,7 +29,7 @@ from backends.types import (
     TokenChunk,
     TokenLogprob,
 )
-from policy.counters import add_counters
+from policy.statistics.counters import add_counters
 
 EOS = 256
 ROLE_IDS = {"system": 257, "user": 258, "assistant": 259}

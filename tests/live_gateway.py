@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import httpx
 import openai
 
-from gateway.routing.backends import Backends
-from gateway.server import GatewayServer, bind, url_of
+from gateway.http.server import GatewayServer, bind, url_of
+from gateway.serving.state import GatewayState, ServedModel
+from gateway.serving.targets import Backends
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState, ServedModel
 from tests.fakes import PATIENCE_S, FakeDecoder, FakeTokenizer
 
 T = TypeVar("T")

@@ -367,7 +367,7 @@ def test_revocation_is_live_within_seconds_and_a_broken_edit_changes_nothing(tmp
 
 
 def test_an_admin_port_has_the_admin_routes_and_nothing_else_has(tmp_path: Path) -> None:
-    from gateway.server import bind
+    from gateway.http.server import bind
 
     alice, root = new_key(), new_key()
     write_keys(tmp_path / "keys", entry("alice", alice), entry("root", root, scopes=["admin"]))

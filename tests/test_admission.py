@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from gateway.admission import MAX_RETRY_S, RETRY_WITHOUT_RATE_S, Admission, estimate_retry_after
-from gateway.errors import InvalidRequest, QueueFull, Unavailable
 from gateway.settings import GatewaySettings, is_loopback
+from gateway.wire.errors import InvalidRequest, QueueFull, Unavailable
 from telemetry.service import RequestTrace, Telemetry
 from tests.fakes import PATIENCE_S, FakeDecoder, FakeHandle
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
@@ -231,9 +231,9 @@ def test_what_a_second_signal_cuts_was_not_cut_by_its_client(stuck: bool, monkey
 
 
 SERVER = """
-from gateway.server import bind, run_server
+from gateway.http.server import bind, run_server
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState, ServedModel
+from gateway.serving.state import GatewayState, ServedModel
 from tests.fakes import FakeDecoder, FakeTokenizer
 
 decoder = FakeDecoder()

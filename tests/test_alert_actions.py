@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from backends.types import DecodeCounters
-from gateway.controller import Controller
+from gateway.serving.controller import Controller
 from policy.alerts import AlertRule
-from policy.counters import Tally
 from policy.runtime import PolicyRuntime
+from policy.shared.store import Prior
 from policy.spec import RequestFacts
-from policy.statistics import Statistics
-from policy.store import Prior
-from telemetry.alerts.book import AlertBook
+from policy.statistics.aggregate import Statistics
+from policy.statistics.counters import Tally
 from telemetry.alerts.fleet import Alarm
+from telemetry.alerts.local_states import AlertBook
 from telemetry.alerts.readings import FallbackHistory, StepsLately, readings, steps_lately
-from telemetry.figures import Sources, StepWindow, take_figures
+from telemetry.snapshot import Sources, StepWindow, take_figures
 from tests.fakes import FakeDecoder
 
 POLICY = b"""

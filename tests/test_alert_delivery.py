@@ -13,17 +13,17 @@ from unittest.mock import AsyncMock
 import httpx
 import pytest
 
-from gateway.controller import Controller
+from gateway.serving.controller import Controller
 from policy.alerts import Receiver
-from policy.format import parse_policy
+from policy.file.format import parse_policy
 from policy.runtime import PolicyRuntime
-from policy.shared_text import MemoryText
-from telemetry.alerts.alerting import Alerting
+from policy.shared.shared_text import MemoryText
 from telemetry.alerts.delivery import LONGEST_RETRY_S, Deliverer, retry_after
 from telemetry.alerts.fleet import Alarm, Entry, Message, Mute, Told
+from telemetry.alerts.manager import Alerting
 from telemetry.alerts.payloads import for_webhook
 from telemetry.alerts.sharing import SharedBoard
-from telemetry.figures import Figures
+from telemetry.snapshot import Figures
 from tests.alert_receivers import Webhook, running_alertmanager
 from tests.debian import binary
 from tests.fakes import FakeDecoder

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.redis_client import parse_redis_url
-from policy.shared_text import MemoryText
-from policy.store import RedisStore
+from policy.shared.redis_client import parse_redis_url
+from policy.shared.shared_text import MemoryText
+from policy.shared.store import RedisStore
 from telemetry.alerts.fleet import (
     GIVE_UP_S,
     LEASE_S,

@@ -13,8 +13,8 @@ from cloudcoil.models.prometheus_operator import v1
 
 from gateway.cli import main
 from policy.alerts import FIGURES
-from policy.format import parse_policy
-from telemetry.alerts.rules import EXPRESSIONS, expression, rule_file
+from policy.file.format import parse_policy
+from telemetry.alerts.prometheus_rules import EXPRESSIONS, expression, rule_file
 from telemetry.catalog import BY_NAME, METRICS
 from tests.debian import binary
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.alerts import AlertRule
-from telemetry.alerts.states import (
+from telemetry.alerts.state_machine import (
     ADOPTED_PATIENCE_S,
     FLAP_WINDOW_S,
     LONGEST_KEEP_S,

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from backends.types import PositionLogprobs, TokenLogprob
-from gateway.logprobs import LOWEST, CompletionLogprobsWriter, chat_logprobs
+from gateway.wire.logprobs import LOWEST, CompletionLogprobsWriter, chat_logprobs
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, GenerationStats, ModelInfo
-from gateway.errors import InvalidRequest
-from gateway.openai_types import DecodingOptions
-from gateway.planning import plan_for
-from gateway.results import ChoiceResult, decoding_report
-from gateway.validation import choice_seed
+from gateway.serving.planning import plan_for
+from gateway.serving.results import ChoiceResult, decoding_report
+from gateway.wire.errors import InvalidRequest
+from gateway.wire.requests import DecodingOptions
+from gateway.wire.validation import choice_seed
 from tests.fakes import FakeDecoder
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from gateway.openapi import openapi_document
+from gateway.api.openapi import openapi_document
 from tests.fakes import FakeDecoder
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
@@ -80,7 +80,7 @@ def test_openapi_describes_what_is_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["gateway", "gateway.app", "gateway.server", "gateway.cli", "gateway.commands.serve"]
+    "module", ["gateway", "gateway.http.app", "gateway.http.server", "gateway.cli", "gateway.commands.serve"]
 )
 def test_the_gateway_does_not_import_torch(module: str) -> None:
     check = f"import {module}, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"

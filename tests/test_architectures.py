@@ -11,11 +11,11 @@ import pytest
 import torch
 import transformers
 
-from backends.architectures import UnsupportedModel, refusal
-from backends.hf_runner import HfRunner
-from backends.loading import EngineOptions, build_core, load_parts
-from backends.lossless import verify_lossless
-from backends.tiny_architectures import TINY_ARCHITECTURES, tiny_architecture
+from backends.engine.loading import EngineOptions, build_core, load_parts
+from backends.models.tiny_architectures import TINY_ARCHITECTURES, tiny_architecture
+from backends.proof.lossless import verify_lossless
+from backends.runners.architectures import UnsupportedModel, refusal
+from backends.runners.hf import HfRunner
 from gateway.cli import main
 from tests.engine_helpers import FLAT_COST, chunk_batch, native_or_skip, one_thread, random_prompt
 

@@ -12,20 +12,20 @@ import pytest
 import torch
 
 from backends.checkpoints.loader import BackboneFacts, load_own
-from backends.engine_core import EngineCore
-from backends.heads import backbone_fingerprint, load_heads, read_heads_config, save_heads
-from backends.tiny import tiny_heads, tiny_tokenizer
-from backends.training.answers import generate_answers
-from backends.training.assess import Assessment, AssessOptions, assess, differing_tokens, perplexity
-from backends.training.assess_report import assessment_html, assessment_text
+from backends.engine.core import EngineCore
+from backends.heads.module import backbone_fingerprint, load_heads, read_heads_config, save_heads
+from backends.models.tiny import tiny_heads, tiny_tokenizer
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.cleaning import CleaningOptions
-from backends.training.dataset import Answer, load_hidden_states, read_answers
+from backends.training.data.answers import generate_answers
+from backends.training.data.cleaning import CleaningOptions
+from backends.training.data.dataset import Answer, load_hidden_states, read_answers
 from backends.training.distill import TrainingRun, train_heads
-from backends.training.evaluate import evaluate
+from backends.training.evaluation.accuracy import evaluate
+from backends.training.evaluation.assess import Assessment, AssessOptions, assess, differing_tokens, perplexity
+from backends.training.evaluation.race import race
+from backends.training.evaluation.report import assessment_html, assessment_text
 from backends.training.objective import OutputProjection
-from backends.training.race import race
 from backends.training.refresh import options_for, refresh_heads, sample_prompts
 from backends.training.trainer import TrainingOptions
 from gateway.commands.heads import add_parser

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from gateway import cli
-from gateway.routing.file import json_schema, parse_backends
-from gateway.routing.opening import with_threads
+from gateway.routing.backends_file import json_schema, parse_backends
 from gateway.routing.spec import EngineSpec, Placement, UpstreamSpec
+from gateway.serving.startup import with_threads
 from gateway.upstream.backend import ApiKeyError, UpstreamBackend, read_api_key
-from policy.problems import PolicyError
+from policy.config.problems import PolicyError
 from tests.fakes import FakeDecoder
 from tests.test_cli import FakeLoading, Served, loading, served
 

@@ -14,13 +14,13 @@ import pytest
 
 from backends.types import DecodeCounters
 from gateway.auth.access import Access, open_keys
-from gateway.controller import Controller
+from gateway.serving.controller import Controller
 from policy.background import PatientCall, cancel_and_wait, pause
-from policy.embedded import EmbeddedStore
-from policy.redis_client import parse_redis_url
+from policy.config.watched_file import FileWatch, WatchedFile, read_regular
 from policy.runtime import PolicyRuntime
-from policy.store import MemoryStore
-from policy.watched_file import FileWatch, WatchedFile, read_regular
+from policy.shared.embedded_valkey import EmbeddedStore
+from policy.shared.redis_client import parse_redis_url
+from policy.shared.store import MemoryStore
 from tests.access_helpers import entry, new_key, write_keys
 from tests.live_gateway import running_gateway
 from tests.test_controller_background import wait_until

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.batch import ARRAYS, PAGE_SIZE, BatchBuilder, StepBatch
+from backends.runners.batch import ARRAYS, PAGE_SIZE, BatchBuilder, StepBatch
 from tests.engine_helpers import path_rows, random_parents
 
 SCRATCH = 1000 * PAGE_SIZE

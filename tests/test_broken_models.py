@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.drafting import Draft
-from backends.runner import NO_TOKEN, ModelRunner, Proposals, best_guesses
+from backends.runners.base import NO_TOKEN, ModelRunner, Proposals, best_guesses
+from backends.speculation.tree_builder import Draft
+from backends.speculation.verify import Candidate, verify
 from backends.types import DecodingPlan, SamplingParams
-from backends.verify import Candidate, verify
 from tests.engine_helpers import (
     RUNNERS,
     ScriptedHeads,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.calibration import Calibration
+from backends.cost.calibration import Calibration
 
 
 def served(calibration: Calibration, *ratios: tuple[bool, float], sequences: int = 4) -> None:

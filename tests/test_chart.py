@@ -18,17 +18,17 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator import v1 as operator
 
-from gateway import server
 from gateway.auth.keyfile import parse_keys
 from gateway.cli import build_parser
 from gateway.commands import serve
-from gateway.controller import FLUSH_PATIENCE_S
-from gateway.routing.file import parse_backends
+from gateway.http import server
+from gateway.routing.backends_file import parse_backends
+from gateway.serving.controller import FLUSH_PATIENCE_S
 from gateway.version import package_version
-from policy.format import parse_policy
-from policy.redis_client import RedisTarget, parse_redis_url
+from policy.file.format import parse_policy
 from policy.runtime import PolicyRuntime
-from telemetry.alerts.rules import rule_file
+from policy.shared.redis_client import RedisTarget, parse_redis_url
+from telemetry.alerts.prometheus_rules import rule_file
 from telemetry.catalog import BY_NAME
 from telemetry.providers import TelemetrySettings
 from telemetry.service import SHUTDOWN_PATIENCE_S

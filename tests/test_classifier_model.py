@@ -10,8 +10,8 @@ import pytest
 from sklearn.metrics import f1_score
 
 from gateway.classifier import ArtifactError, PromptClassifier
-from gateway.classifier.dataset import Example, shipped_sets
 from gateway.classifier.model import DEFAULT_ARTIFACT, load_arrays, save_arrays
+from gateway.classifier.training.dataset import Example, shipped_sets
 
 FENCE = "```"
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from gateway.classifier import PromptClassifier
-from gateway.classifier.dataset import DataError, Example, read_examples, read_prompts, shipped_sets
-from gateway.classifier.evaluation import evaluate
 from gateway.classifier.features import _code_marks
-from gateway.classifier.generator import LABELS, PromptGenerator
 from gateway.classifier.lexicon import Lexicon, read_lexicon, tokens
 from gateway.classifier.model import ModelArrays
 from gateway.classifier.text import read_request
-from gateway.classifier.training import calibrate, folds_by_source, plain_text, softmax, train, with_generated
+from gateway.classifier.training.dataset import DataError, Example, read_examples, read_prompts, shipped_sets
+from gateway.classifier.training.evaluation import evaluate
+from gateway.classifier.training.fit import calibrate, folds_by_source, plain_text, softmax, train, with_generated
+from gateway.classifier.training.generator import LABELS, PromptGenerator
 
 
 def example(prompt: str, label: str, source: str = "data") -> Example:

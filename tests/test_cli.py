@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
-from backends.cost_stores import CostStore, FolderStore
-from backends.hub import settle_for_the_cache
-from gateway import cli, server
+from backends.cost.stores import CostStore, FolderStore
+from backends.models.hub import settle_for_the_cache
+from gateway import cli
 from gateway.commands import serve
-from gateway.server import bind, greeting, url_of
+from gateway.http import server
+from gateway.http.server import bind, greeting, url_of
 from tests.fakes import FakeDecoder, FakeTokenizer
 
 
@@ -38,12 +39,12 @@ class EngineOptions:
 
 
 class FakeLoading(ModuleType):
-    """Stands in for ``backends.loading``, which would load torch and a model."""
+    """Stands in for ``backends.engine.loading``, which would load torch and a model."""
 
     EngineOptions = EngineOptions
 
     def __init__(self) -> None:
-        super().__init__("backends.loading")
+        super().__init__("backends.engine.loading")
         self.options: EngineOptions | None = None
         self.cost_stores: Sequence[CostStore] = ()
         self.error: Exception | None = None
@@ -65,7 +66,7 @@ class Served:
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> FakeLoading:
     fake = FakeLoading()
-    monkeypatch.setitem(sys.modules, "backends.loading", fake)
+    monkeypatch.setitem(sys.modules, "backends.engine.loading", fake)
     return fake
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from backends.types import DecodeCounters, EngineLoad, ModelInfo
-from gateway.controller import Controller, store_opener
+from gateway.serving.controller import Controller, store_opener
 from policy.records import Event
 from policy.runtime import PolicyRuntime
+from policy.shared.store import MemoryStore
 from policy.spec import RequestFacts
 from policy.stabiliser import Held
-from policy.store import MemoryStore
 from tests.fakes import FakeDecoder
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 from tests.test_policy_store import PATIENCE_S, ValkeyProcess
@@ -272,12 +272,12 @@ async def test_random_heads_under_traffic(caplog: pytest.LogCaptureFixture) -> N
 
 async def test_shapes_are_held_for_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many models and rules there have been: the newest are held, and none of a policy that is no more."""
-    monkeypatch.setattr("gateway.controller.MOST_HELD", 3)
+    monkeypatch.setattr("gateway.serving.controller.MOST_HELD", 3)
     path = tmp_path / "policy.yaml"
     path.write_bytes(GOOD)
     controller = Controller(PolicyRuntime.open(path), clock=lambda: 0.0)
     held = Held(1, 1, None, 0.0, "v")
-    monkeypatch.setattr("gateway.controller.stabilise", lambda decision, before, now: (held, decision))
+    monkeypatch.setattr("gateway.serving.controller.stabilise", lambda decision, before, now: (held, decision))
     for model in "abcadea":
         controller.decide(RequestFacts("r", model, "code", model_heads=4))
     assert [key[0] for key in controller._held] == ["d", "e", "a"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.controller import Controller
-from policy.format import parse_policy
+from gateway.serving.controller import Controller
+from policy.file.format import parse_policy
 from policy.runtime import PolicyRuntime
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
@@ -162,7 +162,7 @@ def test_a_policy_is_checked_off_the_loop_and_one_at_a_time(
         now -= 1
         return parse_policy(content, file)
 
-    monkeypatch.setattr("gateway.admin.parse_policy", slow)
+    monkeypatch.setattr("gateway.api.admin.parse_policy", slow)
     with ThreadPoolExecutor(3) as pool:
         asked = [
             pool.submit(gateway.http.post, "/admin/policy/validate", json={"policy": POLICY.decode()}) for _ in range(3)

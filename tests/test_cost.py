@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.cost import Budget, StepCost, Timings, completed, medians, smoothed
+from backends.cost.step_cost import Budget, StepCost, Timings, completed, medians, smoothed
 
 COST = StepCost(rows=((1, 10.0), (4, 10.0), (8, 14.0), (16, 30.0)), heads=((1, 2.0), (3, 3.0)))
 

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.calibration import Calibration
-from backends.cost import StepCost
-from backends.cost_keeping import CostKeeping
-from backends.cost_probe import Measured
-from backends.cost_record import MOST_AGE_S, CostRecord, UnusableRecord, judge, key_of, read_record, restless
-from backends.cost_stores import CostStore, FolderStore
-from policy.cost_tables import TTL_S, RedisCostStore
-from policy.redis_client import connect, parse_redis_url
+from backends.cost.calibration import Calibration
+from backends.cost.persistence import CostKeeping
+from backends.cost.probe import Measured
+from backends.cost.record import MOST_AGE_S, CostRecord, UnusableRecord, judge, key_of, read_record, restless
+from backends.cost.step_cost import StepCost
+from backends.cost.stores import CostStore, FolderStore
+from policy.shared.cost_tables import TTL_S, RedisCostStore
+from policy.shared.redis_client import connect, parse_redis_url
 from tests.test_policy_store import ValkeyProcess
 
 FACTS = {"device": "a CPU", "cores": "2", "dtype": "bfloat16"}
@@ -318,8 +318,8 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) ->
 def test_an_engine_starts_warm_and_hands_on_what_it_learns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from backends import loading
-    from backends.tiny import TINY_MODEL_NAME
+    from backends.engine import loading
+    from backends.models.tiny import TINY_MODEL_NAME
 
     caplog.set_level(logging.INFO)
     probes = [ScriptedProbe() for _ in range(3)]
@@ -349,10 +349,10 @@ def test_an_engine_starts_warm_and_hands_on_what_it_learns(
 
 
 def test_the_facts_tell_engines_apart() -> None:
-    from backends import loading
-    from backends.fingerprint import facts_of
-    from backends.hf_runner import HfRunner
-    from backends.tiny import TINY_MODEL_NAME
+    from backends.cost.fingerprint import facts_of
+    from backends.engine import loading
+    from backends.models.tiny import TINY_MODEL_NAME
+    from backends.runners.hf import HfRunner
 
     def facts(**changes: Any) -> dict[str, str]:
         options = loading.EngineOptions(**{"model": TINY_MODEL_NAME, "dtype": "float32", **changes})

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.batch import StepBatch
-from backends.cost import StepCost
-from backends.cost_keeping import CostKeeping
-from backends.cost_probe import MEASURE_S, ROWS, SEQUENCES, CostProbe
-from backends.cost_record import CHECKED_ROWS, CostRecord, key_of
-from backends.runner import Proposals
+from backends.cost.persistence import CostKeeping
+from backends.cost.probe import MEASURE_S, ROWS, SEQUENCES, CostProbe
+from backends.cost.record import CHECKED_ROWS, CostRecord, key_of
+from backends.cost.step_cost import StepCost
+from backends.runners.base import Proposals
+from backends.runners.batch import StepBatch
 from backends.types import START_LOG
 
 FACTS = {"device": "slow"}
@@ -119,8 +119,8 @@ def test_a_kept_table_that_does_not_hold_is_measured_again_within_the_same_time(
 
 
 def test_a_start_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backends import loading
-    from backends.tiny import TINY_MODEL_NAME
+    from backends.engine import loading
+    from backends.models.tiny import TINY_MODEL_NAME
 
     caplog.set_level(logging.INFO, START_LOG)
     monkeypatch.setattr(loading, "CostProbe", lambda runner, heads: CostProbe(runner, heads, budget_s=0.05))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from backends.heads import backbone_fingerprint, save_heads
-from backends.tiny import tiny_heads, tiny_model, tiny_tokenizer
+from backends.heads.module import backbone_fingerprint, save_heads
+from backends.models.tiny import tiny_heads, tiny_model, tiny_tokenizer
 from telemetry.catalog import METRICS
 from tests.debian import binary
 from tests.demo_alert import serving

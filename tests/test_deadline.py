@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.cost import StepCost
-from backends.deadline import CLEAR_GAIN, LEAST_TOKENS, Behind, Pace, behind
-from backends.gate import DraftGate
+from backends.cost.step_cost import StepCost
+from backends.engine.deadline import CLEAR_GAIN, LEAST_TOKENS, Behind, Pace, behind
+from backends.speculation.batch_gate import DraftGate
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, GenerationStats
 from tests.engine_helpers import Recorder, ScriptedHeads, decode, make_core, one_thread, random_prompt, request

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from backends import demo
-from backends.demo import DemoModelError, manifest_fault, prepare_demo_model
+from backends.models import demo
+from backends.models.demo import DemoModelError, manifest_fault, prepare_demo_model
 
 
 @pytest.fixture
@@ -131,9 +131,9 @@ def test_shipped_heads_fit_the_demo_model(demo_folder):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from backends.heads import backbone_fingerprint, load_heads, read_heads_config
+    from backends.heads.module import backbone_fingerprint, load_heads, read_heads_config
 
-    folder = Path(demo.__file__).parent / "assets" / "smollm2-135m-instruct-heads"
+    folder = Path(demo.__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
     model = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.bfloat16)
     heads = load_heads(folder, hidden_size=model.config.hidden_size, vocab_size=model.config.vocab_size)
     config = read_heads_config(folder)

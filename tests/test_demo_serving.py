@@ -110,9 +110,9 @@ def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
     and without a look at the clock, the trained heads save steps on any machine."""
     import torch
 
-    from backends.calibration import Calibration
-    from backends.cost import StepCost
-    from backends.loading import EngineOptions, build_core, load_parts
+    from backends.cost.calibration import Calibration
+    from backends.cost.step_cost import StepCost
+    from backends.engine.loading import EngineOptions, build_core, load_parts
     from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenChunk
 
     options = EngineOptions(dtype="float32", max_model_len=512)
@@ -133,7 +133,7 @@ def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
 
 
 def test_shipped_heads_are_small_and_come_with_a_card() -> None:
-    from backends.loading import DEMO_HEADS
+    from backends.engine.loading import DEMO_HEADS
 
     assert sum(file.stat().st_size for file in DEMO_HEADS.iterdir()) < 16 * 2**20
     card = (Path(DEMO_HEADS) / "README.md").read_text()

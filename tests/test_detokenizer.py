@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends.detokenizer import CONTEXT, UNDECIDED, ByteDetokenizer, WindowDetokenizer, byte_rules
-from backends.sequence import Sequence
-from backends.tokenizer import HfTokenizer
+from backends.engine.sequence import Sequence
+from backends.models.detokenizer import CONTEXT, UNDECIDED, ByteDetokenizer, WindowDetokenizer, byte_rules
+from backends.models.tokenizer import HfTokenizer
 from backends.types import DecodingPlan, GenerationRequest, PositionLogprobs, SamplingParams
-from gateway.logprobs import CompletionLogprobsWriter, chat_logprobs
+from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
 from tests.tokenizer_families import FAMILIES, OTHERS, family
 
 seeds = st.integers(0, 2**32).map(random.Random)

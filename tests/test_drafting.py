@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.cost import StepCost
-from backends.drafting import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts
-from backends.follow import LEAST_SURVIVAL
-from backends.runner import Proposals
+from backends.cost.step_cost import StepCost
+from backends.heads.expansion import LEAST_SURVIVAL
+from backends.runners.base import Proposals
+from backends.speculation.tree_builder import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts
 from backends.tree import CandidateTree
 from tests.engine_helpers import FLAT_COST, path_rows, random_tree
 from tests.pace import yardsticks

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from backends.batch import PAGE_SIZE
-from backends.runner import ModelRunner
-from backends.sampling import LogitProcessor, Visit, draw_tokens
-from backends.tokenizer import HfTokenizer
+from backends.models.tokenizer import HfTokenizer
+from backends.runners.base import ModelRunner
+from backends.runners.batch import PAGE_SIZE
+from backends.sampling.sampler import LogitProcessor, Visit, draw_tokens
 from backends.tree import CandidateTree
 from backends.types import ENGINE_FAILED, DecodingPlan, GenerationRequest, SamplingParams
 from tests.engine_helpers import (

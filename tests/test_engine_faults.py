@@ -20,20 +20,20 @@ import numpy as np
 import pytest
 import torch
 
-from backends import engine_core
-from backends.engine import Engine
-from backends.engine_core import EngineCore
-from backends.kv_cache import IntegrityError
-from backends.lookup import Lookup
-from backends.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
-from backends.runner import Proposals, RowSampling
-from backends.sampling_torch import draw_rows
-from backends.sequence import Sequence
-from backends.speculation import Speculation
+from backends.engine import core as engine_core
+from backends.engine.core import EngineCore
+from backends.engine.kv_cache import IntegrityError
+from backends.engine.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
+from backends.engine.sequence import Sequence
+from backends.engine.thread import Engine
+from backends.runners.base import Proposals, RowSampling
+from backends.sampling.torch_sampler import draw_rows
+from backends.speculation.backoff import Speculation
+from backends.speculation.prompt_lookup import Lookup
 from backends.tree import MAX_DEPTH, CandidateTree
 from backends.types import ENGINE_FAILED, NOT_FINITE, DecodingPlan, ModelInfo
 from gateway.admission import Places
-from gateway.routing.backends import Backends, EngineBackend, ServedModel
+from gateway.serving.targets import Backends, EngineBackend, ServedModel
 from tests.engine_helpers import (
     CONTEXT,
     VOCAB,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from backends.cost import StepCost
-from backends.gate import DraftGate
+from backends.cost.step_cost import StepCost
+from backends.speculation.batch_gate import DraftGate
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan
 from tests.engine_helpers import Recorder, ScriptedHeads, decode, make_core, one_thread, request  # noqa: F401

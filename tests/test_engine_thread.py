@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from backends.batch import StepBatch
-from backends.engine import Engine, Generation
-from backends.engine_core import EngineCore
+from backends.engine.core import EngineCore
+from backends.engine.thread import Engine, Generation
+from backends.runners.batch import StepBatch
 from backends.types import ENGINE_FAILED, DecodingPlan, EngineStopped, GenerationRequest, ModelInfo, TokenChunk
 from tests.engine_helpers import (
     CONTEXT,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from backends import fetch
+from backends.models import fetch
 from gateway import cli
 
 ROOT = Path(__file__).parent.parent

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends.chat_template import ChatTemplate
-from backends.traced_text import TracedText, joined, own_of, own_text
+from backends.models.chat_template import ChatTemplate
+from backends.models.traced_text import TracedText, joined, own_of, own_text
 from tests.tokenizer_families import FAMILIES, TEMPLATES, added, family, turn_tokens, without_added
 
 ROLES = ["system", "user", "assistant"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.cost import StepCost
-from backends.gate import DraftGate
+from backends.cost.step_cost import StepCost
+from backends.speculation.batch_gate import DraftGate
 
 # Memory-bound up to eight rows, then every row costs.
 COST = StepCost(rows=((1, 10.0), (8, 11.0), (16, 20.0), (64, 80.0)), heads=((1, 1.0), (16, 4.0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backends.proofs import prove
+from backends.proof.setup import prove
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backends.heads import (
+from backends.heads.module import (
     WEIGHTS_FILE,
     HeadsError,
     MedusaHeads,

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_checkpoint
-from backends.heads import HeadsError, describe_heads, save_heads
-from backends.loading import EngineOptions, ModelParts, build_core, load_parts
-from backends.lossless import verify_lossless
-from backends.tiny import tiny_heads, tiny_tokenizer
-from backends.tiny_architectures import tiny_architecture
+from backends.engine.loading import EngineOptions, ModelParts, build_core, load_parts
+from backends.heads.module import HeadsError, describe_heads, save_heads
+from backends.models.tiny import tiny_heads, tiny_tokenizer
+from backends.models.tiny_architectures import tiny_architecture
+from backends.proof.lossless import verify_lossless
 from gateway.cli import main
 from tests import heads_flavours as made
 from tests.engine_helpers import FLAT_COST, RUNNERS, make_runner, one_thread, random_prompt, shared_runner, tiny_lm

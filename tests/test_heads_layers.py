@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_own
-from backends.heads import HeadsError, MedusaHeads, load_heads, save_heads
-from backends.training.answers import generate_answers
+from backends.heads.module import HeadsError, MedusaHeads, load_heads, save_heads
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.cleaning import CleaningOptions
+from backends.training.data.answers import generate_answers
+from backends.training.data.cleaning import CleaningOptions
 from backends.training.distill import TrainingRun, train_heads
 from backends.training.objective import OutputProjection, Targets, heads_loss
 from backends.training.refresh import options_for

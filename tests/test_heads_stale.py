@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from backends.heads import backbone_fingerprint, save_heads
-from backends.loading import EngineOptions, OpenedEngine, open_engine
-from backends.tiny import tiny_heads, tiny_model, tiny_tokenizer
-from gateway.controller import Controller
-from gateway.routing.backends import Backends
-from gateway.state import ServedModel
+from backends.engine.loading import EngineOptions, OpenedEngine, open_engine
+from backends.heads.module import backbone_fingerprint, save_heads
+from backends.models.tiny import tiny_heads, tiny_model, tiny_tokenizer
+from gateway.serving.controller import Controller
+from gateway.serving.state import ServedModel
+from gateway.serving.targets import Backends
 from policy.runtime import PolicyRuntime
 from telemetry.service import Telemetry
 from tests.live_gateway import LiveGateway, running_gateway

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from gateway.server import bind
+from gateway.http.server import bind
 from gateway.settings import GatewaySettings
 from tests.access_helpers import CHAT, chat
 from tests.fakes import PATIENCE_S, FakeDecoder

@@ -10,7 +10,7 @@ import h11
 import httptools
 import pytest
 
-from gateway.http_parser import END, Head, Malformed, RequestParser
+from gateway.http.parser import END, Head, Malformed, RequestParser
 from gateway.settings import GatewaySettings
 from tests.wire import Echo, Wire, cut, echoing
 from tests.wire_cases import CASES, HIDDEN, Case, Seen, get

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from gateway import cli
-from gateway.auth.options import KEYS_VARIABLE, open_access
 from gateway.cli import build_parser
 from gateway.commands import serve
-from gateway.controller import FLUSH_PATIENCE_S
-from gateway.server import UNWIND_S
+from gateway.commands.auth_options import KEYS_VARIABLE, open_access
+from gateway.http.server import UNWIND_S
+from gateway.serving.controller import FLUSH_PATIENCE_S
 from gateway.settings import GatewaySettings
 from telemetry.service import SHUTDOWN_PATIENCE_S
 from tests.chart import ROOT, default_values, render

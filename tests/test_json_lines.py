@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from backends.heads import MedusaHeads, backbone_fingerprint, save_heads
+from backends.heads.module import MedusaHeads, backbone_fingerprint, save_heads
 from backends.json_lines import read_objects
-from backends.tiny import tiny_model, tiny_tokenizer
-from backends.training.answers import read_prompts
+from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.cleaning import CleaningOptions
-from backends.training.dataset import Answer, AnswersError, read_answers
+from backends.training.data.answers import read_prompts
+from backends.training.data.cleaning import CleaningOptions
+from backends.training.data.dataset import Answer, AnswersError, read_answers
 from backends.training.distill import AnswerOptions, TrainingRun, answer_prompts, evaluate_folder, training_states
 from backends.training.trainer import TrainingOptions
 from gateway.classifier import PromptClassifier
-from gateway.classifier.dataset import DataError, read_examples
-from gateway.classifier.dataset import read_prompts as read_requests
+from gateway.classifier.training.dataset import DataError, read_examples
+from gateway.classifier.training.dataset import read_prompts as read_requests
 from tests.engine_helpers import one_thread
 
 __all__ = ["one_thread"]

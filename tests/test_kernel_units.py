@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from backends.batch import PAGE_SIZE, BatchBuilder
-from backends.native import library as lib
-from backends.native.runner import pack, pack_int8
+from backends.runners.batch import PAGE_SIZE, BatchBuilder
+from backends.runners.native import bindings as lib
+from backends.runners.native.runner import pack, pack_int8
 from tests.engine_helpers import native_or_skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backends.batch import PAGE_SIZE, BatchBuilder, StepBatch
-from backends.heads import MedusaHeads
-from backends.native.library import NativeUnavailable, load_library
-from backends.native.runner import NativeRunner, unsupported_reason
-from backends.runner import ModelRunner, RowSampling
+from backends.heads.module import MedusaHeads
+from backends.runners.base import ModelRunner, RowSampling
+from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
+from backends.runners.native.bindings import NativeUnavailable, load_library
+from backends.runners.native.runner import NativeRunner, unsupported_reason
 from backends.tree import MAX_DEPTH, CandidateTree
 from tests.engine_helpers import (
     ARCHITECTURES,

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from backends.batch import PAGE_SIZE
-from backends.kv_cache import IntegrityError, PagePool
+from backends.engine.kv_cache import IntegrityError, PagePool
+from backends.runners.batch import PAGE_SIZE
 from tests import engine_helpers as _  # noqa: F401  (sets the hypothesis profile)
 
 OWNERS = st.sampled_from("abcdefgh")

@@ -11,9 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from policy.limit_store import LEASE_MS, LimitsUnavailable, Order, RedisLimits
-from policy.limiter import Grant, Limiter
-from policy.limits import (
+from policy.limits.arithmetic import (
     UNIT,
     Buckets,
     KeyLimits,
@@ -26,7 +24,9 @@ from policy.limits import (
     refilled,
     refusal,
 )
-from policy.redis_client import connect, parse_redis_url
+from policy.limits.limiter import Grant, Limiter
+from policy.limits.redis_buckets import LEASE_MS, LimitsUnavailable, Order, RedisLimits
+from policy.shared.redis_client import connect, parse_redis_url
 from tests.test_policy_store import ValkeyProcess
 
 PATIENCE_S = 30.0

@@ -16,10 +16,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.routing.file import parse_backends
-from policy.format import parse_policy
-from policy.problems import PolicyError
-from policy.redis_client import parse_redis_url
+from gateway.routing.backends_file import parse_backends
+from policy.config.problems import PolicyError
+from policy.file.format import parse_policy
+from policy.shared.redis_client import parse_redis_url
 from telemetry.logs import without_secrets
 from tests.access_helpers import CHAT, bearer, entry, new_key, write_keys
 from tests.alert_receivers import Webhook
@@ -33,7 +33,7 @@ PATIENCE_S = 120.0
 SERVE = """
 import logging, sys
 from tests.test_cli import FakeLoading
-sys.modules["backends.loading"] = FakeLoading()
+sys.modules["backends.engine.loading"] = FakeLoading()
 logging.basicConfig(level=1, stream=sys.stderr)
 from gateway.cli import main
 sys.exit(main(sys.argv[1:]))
@@ -236,7 +236,7 @@ def test_wrong_urls_in_files_are_not_quoted(tmp_path: Path) -> None:
 
 def test_an_unexpected_error_is_logged_without_its_message(caplog: pytest.LogCaptureFixture) -> None:
     """An exception's text may quote what it choked on."""
-    from gateway.errors import handle_unexpected
+    from gateway.wire.errors import handle_unexpected
 
     def choke(text: str) -> None:
         try:

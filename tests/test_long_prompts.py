@@ -13,11 +13,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backends.chat_template import ChatTemplate, RenderedTooLong
-from backends.stops import StopWatch
+from backends.engine.stops import StopWatch
+from backends.models.chat_template import ChatTemplate, RenderedTooLong
 from backends.types import ModelInfo, PromptTooLong
-from gateway.errors import InvalidRequest
-from gateway.prompts import encode_messages, encode_prompts
+from gateway.wire.errors import InvalidRequest
+from gateway.wire.prompts import encode_messages, encode_prompts
 from tests.fakes import FakeTokenizer
 from tests.tokenizer_families import FAMILIES, OTHERS, added, family
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.cost import StepCost
-from backends.drafting import Draft, DraftRequest, plan_drafts
-from backends.lookup import Continuation, Lookup
-from backends.runner import Proposals
+from backends.cost.step_cost import StepCost
+from backends.runners.base import Proposals
+from backends.speculation.prompt_lookup import Continuation, Lookup
+from backends.speculation.tree_builder import Draft, DraftRequest, plan_drafts
 
 CHEAP = StepCost.from_measurements([(1, 10.0), (64, 10.1)])
 DEAR = StepCost.from_measurements([(1, 10.0), (2, 18.0), (64, 600.0)])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from backends.loading import EngineOptions, LoadedCore, build_core, load_core, load_parts
-from backends.lossless import verify_lossless
-from backends.native.library import NativeUnavailable, load_library
-from backends.sweep import STATIC_TREES
-from backends.tiny import TINY_MODEL_NAME
+from backends.bench.load_sweep import STATIC_TREES
+from backends.engine.loading import EngineOptions, LoadedCore, build_core, load_core, load_parts
+from backends.models.tiny import TINY_MODEL_NAME
+from backends.proof.lossless import verify_lossless
+from backends.runners.native.bindings import NativeUnavailable, load_library
 from gateway.cli import main
 
 

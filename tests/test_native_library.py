@@ -12,10 +12,10 @@ import platformdirs
 import pytest
 import torch
 
-from backends.cores import cpu_has_bf16, instruction_set
-from backends.loading import _dtype
-from backends.native import library
-from backends.native.library import FLAGS, NativeUnavailable, compiled, layout_fault, load_library, our_layout
+from backends.engine.loading import _dtype
+from backends.runners.cpu_cores import cpu_has_bf16, instruction_set
+from backends.runners.native import bindings as library
+from backends.runners.native.bindings import FLAGS, NativeUnavailable, compiled, layout_fault, load_library, our_layout
 from tests.engine_helpers import native_or_skip
 
 SOURCE = Path(library.__file__).parent / "kernels.c"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from backends.bench_prompts import PROMPTS
-from backends.training.answers import read_prompts
-from backends.training.own_prompts import own_prompts
+from backends.bench.prompts import PROMPTS
+from backends.training.data.answers import read_prompts
+from backends.training.data.own_prompts import own_prompts
 from gateway.cli import main
 
 # What the benchmarks ask about.

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from backends.tree import CandidateTree
 from backends.types import DecodeCounters
-from policy.counters import StatsKey, Tally, added_since, pack, sum_counters, temperature_bucket, unpack
 from policy.decision import decide, lot
-from policy.estimate import Estimate
 from policy.fallback import USEFUL_ACCURACY, FallbackState
-from policy.format import parse_policy
-from policy.livestats import KeyStats, LiveStats, live_stats
+from policy.file.format import parse_policy
 from policy.planner import NEGLIGIBLE, propose
 from policy.spec import RequestFacts
 from policy.stabiliser import RAISE_HOLD_S, Held, stabilise
+from policy.statistics.counters import StatsKey, Tally, added_since, pack, sum_counters, temperature_bucket, unpack
+from policy.statistics.estimate import Estimate
+from policy.statistics.snapshot import KeyStats, LiveStats, live_stats
 from tests.pace import yardsticks
 
 FACTS = RequestFacts("request-1", "m", "code", model_heads=4)

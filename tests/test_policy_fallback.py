@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from backends.types import DecodeCounters
-from policy.counters import StatsKey, Tally
 from policy.decision import decide
 from policy.fallback import MIN_STEPS, RECENT_ATTEMPTS, RESUME_MARGIN, FallbackState, advance, evidence_span
-from policy.format import parse_policy
+from policy.file.format import parse_policy
 from policy.spec import FallbackSettings, RequestFacts
-from policy.statistics import Statistics
+from policy.statistics.aggregate import Statistics
+from policy.statistics.counters import StatsKey, Tally
 
 SETTINGS = FallbackSettings(min_speedup=1.0, window_s=5.0, hold_s=20.0, probe=0.05)
 

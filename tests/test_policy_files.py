@@ -14,13 +14,13 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import policy.format
+import policy.file.format
 from backends.tree import CandidateTree
 from policy.alerts import AlertRule, Receiver
+from policy.config.problems import PolicyError
 from policy.diff import differences
-from policy.format import default_policy, json_schema, parse_policy
-from policy.problems import PolicyError
-from policy.reach import unreachable
+from policy.file.format import default_policy, json_schema, parse_policy
+from policy.file.reach import unreachable
 from policy.spec import (
     BUILT_IN_CLASSES,
     Bounds,
@@ -196,7 +196,7 @@ def test_any_bytes_are_read_or_refused(content: bytes) -> None:
 
 def merges(monkeypatch: pytest.MonkeyPatch, text: str) -> tuple[int, str]:
     """How often settings were merged for a file, and what it was refused for."""
-    count, merge = 0, policy.format._merged
+    count, merge = 0, policy.file.format._merged
 
     def counting(*args: Any) -> Settings:
         nonlocal count
@@ -204,7 +204,7 @@ def merges(monkeypatch: pytest.MonkeyPatch, text: str) -> tuple[int, str]:
         return merge(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(policy.format, "_merged", counting)
+        patched.setattr(policy.file.format, "_merged", counting)
         try:
             parse(text)
         except PolicyError as error:
@@ -323,7 +323,7 @@ REACH = st.fixed_dictionaries(
 @given(st.lists(REACH, min_size=2, max_size=5), st.data())
 def test_no_request_comes_to_a_rule_that_is_said_to_be_dead(rules: list[dict[str, Any]], data: Any) -> None:
     given = [{name: tuple(v) if isinstance(v, list) else v for name, v in when.items()} for when in rules]
-    conditions = [policy.format._conditions(when) for when in given]
+    conditions = [policy.file.format._conditions(when) for when in given]
     for below, above in unreachable(given, BUILT_IN_CLASSES):
         assert above < below
         facts = RequestFacts(

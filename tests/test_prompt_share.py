@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.prompt_share import share_rows
+from backends.engine.prefill_share import share_rows
 from backends.types import DecodingPlan
 from tests.engine_helpers import decode, make_core, one_thread, random_prompt, request  # noqa: F401
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from backends.tokenizer import HfTokenizer
+from backends.models.tokenizer import HfTokenizer
 from backends.types import ModelInfo
-from gateway.errors import InvalidRequest
-from gateway.prompts import encode_messages
+from gateway.wire.errors import InvalidRequest
+from gateway.wire.prompts import encode_messages
 from tests.tokenizer_families import FAMILIES, family
 
 INFO = ModelInfo("m", 4096, 260, 0, "float32", "cpu")

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 
+from backends.engine.loading import EngineOptions, build_core, load_parts
 from backends.import_noise import keep_pytree, keep_torchao
-from backends.loading import EngineOptions, build_core, load_parts
-from backends.lossless import verify_lossless
-from backends.quantize import QuantizationError
-from backends.tiny_architectures import TINY_ARCHITECTURES
+from backends.models.tiny_architectures import TINY_ARCHITECTURES
+from backends.proof.lossless import verify_lossless
+from backends.runners.quantize import QuantizationError
 from tests.engine_helpers import FLAT_COST, one_thread, random_prompt
 
 __all__ = ["one_thread"]
@@ -61,7 +61,11 @@ def test_imports_say_nothing_without_a_reason() -> None:
     through."""
     logs = "import logging; logging.basicConfig()"
     done = subprocess.run(
-        [sys.executable, "-c", f"{logs}; import backends.loading, transformers.quantizers, torchao.quantization"],
+        [
+            sys.executable,
+            "-c",
+            f"{logs}; import backends.engine.loading, transformers.quantizers, torchao.quantization",
+        ],
         capture_output=True,
         text=True,
         check=True,

@@ -12,13 +12,13 @@ import pytest
 from backends.types import DecodeCounters
 from gateway.auth.access import Access
 from gateway.auth.keyfile import KeySet
-from policy.embedded import EmbeddedServer
-from policy.limit_store import LimitsUnavailable, Order, RedisLimits
-from policy.limiter import Grant, Limiter
-from policy.limits import KeyLimits
-from policy.redis_client import connect, parse_redis_url
-from policy.store import RedisStore, StoreUnavailable
-from policy.watched_file import WatchedFile
+from policy.config.watched_file import WatchedFile
+from policy.limits.arithmetic import KeyLimits
+from policy.limits.limiter import Grant, Limiter
+from policy.limits.redis_buckets import LimitsUnavailable, Order, RedisLimits
+from policy.shared.embedded_valkey import EmbeddedServer
+from policy.shared.redis_client import connect, parse_redis_url
+from policy.shared.store import RedisStore, StoreUnavailable
 from tests.test_policy_store import KEY, ValkeyProcess
 
 PATIENCE_S = 30.0

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessage
 
-from backends.tiny import tiny_tokenizer
-from gateway.body_levels import Level
-from gateway.completions import CHAT_BODIES, COMPLETION_BODIES
-from gateway.errors import InvalidRequest
-from gateway.no_op import no_op_fields
-from gateway.openai_responses import AssistantMessage
-from gateway.openai_types import GIVEN_OUT, ChatCompletionRequest, ChatMessage, CompletionRequest
-from gateway.other_servers import as_markdown
-from gateway.prompts import plain_messages
-from gateway.request_body import BodyDecoder
-from gateway.spelling import misspelt
+from backends.models.tiny import tiny_tokenizer
+from gateway.api.completions import CHAT_BODIES, COMPLETION_BODIES
+from gateway.wire.body_levels import Level
+from gateway.wire.errors import InvalidRequest
+from gateway.wire.no_op import no_op_fields
+from gateway.wire.other_servers import as_markdown
+from gateway.wire.prompts import plain_messages
+from gateway.wire.request_body import BodyDecoder
+from gateway.wire.requests import GIVEN_OUT, ChatCompletionRequest, ChatMessage, CompletionRequest
+from gateway.wire.responses import AssistantMessage
+from gateway.wire.spelling import misspelt
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 
 CHAT: dict[str, Any] = {
@@ -114,7 +114,7 @@ def test_zero_is_not_false() -> None:
 
 def test_the_documented_table_is_the_one_in_force() -> None:
     text = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
-    assert as_markdown() in text, "run python -m gateway.other_servers and put its table into docs/api.md"
+    assert as_markdown() in text, "run python -m gateway.wire.other_servers and put its table into docs/api.md"
 
 
 def test_no_op_fields_that_are_not_of_other_servers_are_documented_too() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from gateway.routing.choice import SATURATED, Candidate, choose
-from gateway.upstream.breaker import (
+from gateway.routing.circuit_breaker import (
     Breaker,
     BreakerSettings,
     Permit,

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from backends.runner import NO_TOKEN, ModelRunner, RowSampling
-from backends.sampling import LogitProcessor, Visit, draw_tokens, keyed_uniform
-from backends.sampling_torch import draw_rows
+from backends.runners.base import NO_TOKEN, ModelRunner, RowSampling
+from backends.sampling.sampler import LogitProcessor, Visit, draw_tokens, keyed_uniform
+from backends.sampling.torch_sampler import draw_rows
 from backends.types import SamplingParams
 from tests.engine_helpers import EOS, RUNNERS, VOCAB, any_runner, one_thread, shared_runner  # noqa: F401
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.speculation import Speculation
+from backends.speculation.backoff import Speculation
 
 
 def bad_step(record: Speculation) -> None:

@@ -11,21 +11,21 @@ import pytest
 import torch
 from litestar.testing import TestClient
 
-from backends.engine import Engine
-from backends.heads import backbone_fingerprint, describe_heads, load_heads
-from backends.loading import EngineOptions, load_core, load_parts
+from backends.engine.loading import EngineOptions, load_core, load_parts
+from backends.engine.thread import Engine
+from backends.heads.module import backbone_fingerprint, describe_heads, load_heads
 from backends.training.adapt import AdaptationReport, adapt_backbone
-from backends.training.answers import generate_answers
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.cleaning import CleaningOptions
+from backends.training.data.answers import generate_answers
+from backends.training.data.cleaning import CleaningOptions
 from backends.training.distill import TrainingRun, train_heads, training_states
 from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.trainer import TrainingOptions
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
-from gateway.app import create_app
 from gateway.commands.heads import add_parser
-from gateway.state import GatewayState, ServedModel
+from gateway.http.app import create_app
+from gateway.serving.state import GatewayState, ServedModel
 from tests.engine_helpers import FLAT_COST
 from tests.toy_language import sentence, toy_backbone, toy_prompts
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from gateway.stopping import place_of, stopped
+from gateway.http.stopping import place_of, stopped
 from tests.fakes import PATIENCE_S
 
 SERVER = """
 import asyncio, logging, sys, threading, time
 from gateway import app, server
-from gateway.controller import Controller
+from gateway.serving.controller import Controller
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState, ServedModel
+from gateway.serving.state import GatewayState, ServedModel
 from tests.fakes import FakeDecoder, FakeTokenizer
 
 logging.basicConfig()

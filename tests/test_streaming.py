@@ -14,12 +14,12 @@ import pytest
 
 from backends.types import DecodingPlan, GenerationStats, TokenChunk
 from gateway.admission import Admission
-from gateway.app import create_app
-from gateway.errors import Unavailable
-from gateway.generation import Generation
+from gateway.http.app import create_app
+from gateway.serving.generation import Generation
+from gateway.serving.state import GatewayState
+from gateway.serving.streaming import ChatChoiceWriter, CompletionChoiceWriter, EventStream, StreamWriter
 from gateway.settings import GatewaySettings
-from gateway.state import GatewayState
-from gateway.streaming import ChatChoiceWriter, CompletionChoiceWriter, EventStream, StreamWriter
+from gateway.wire.errors import Unavailable
 from tests.fakes import FakeDecoder
 from tests.live_gateway import MODEL, LiveGateway, running_gateway
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from backends.bench import Cell
-from backends.loading import EngineOptions, load_core
-from backends.sweep import sustain
-from backends.tiny import TINY_MODEL_NAME
+from backends.bench.decoding import Cell
+from backends.bench.load_sweep import sustain
+from backends.engine.loading import EngineOptions, load_core
+from backends.models.tiny import TINY_MODEL_NAME
 from backends.types import DecodingPlan
 
 PROMPTS = [tuple(range(5, 15 + i)) for i in range(9)]

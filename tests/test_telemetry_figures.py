@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from backends.types import DecodeCounters, StepSample
-from policy.counters import StatsKey
-from policy.format import parse_policy
-from policy.statistics import Statistics
-from policy.syncing import StoreHealth
-from policy.watched_file import FileStatus
+from policy.config.watched_file import FileStatus
+from policy.file.format import parse_policy
+from policy.statistics.aggregate import Statistics
+from policy.statistics.counters import StatsKey
+from policy.statistics.syncing import StoreHealth
 from telemetry.catalog import BY_NAME, MOST_CLASSES, MOST_RANKS, OTHER, WINDOW_S
-from telemetry.figures import Figures, Sources, StepWindow, take_figures
+from telemetry.snapshot import Figures, Sources, StepWindow, take_figures
 from tests.fakes import FakeDecoder
 
 MODEL = "fake-model"

@@ -139,7 +139,7 @@ def test_an_endpoint_for_one_signal_without_its_path_is_doubted() -> None:
 PROGRAM = """
 import sys
 from tests.test_cli import FakeLoading
-loading = sys.modules["backends.loading"] = FakeLoading()
+loading = sys.modules["backends.engine.loading"] = FakeLoading()
 loading.error = ValueError("a model was loaded")
 from gateway.cli import main
 sys.exit(main(sys.argv[1:]))

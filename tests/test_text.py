@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.text import TextStream
+from backends.engine.text_stream import TextStream
 from backends.types import PositionLogprobs, TokenLogprob
 from tests.engine_helpers import tokenizer
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backends.cost import StepCost
-from backends.heads import MedusaHeads, backbone_fingerprint, describe_heads, save_heads
-from backends.tiny import tiny_model, tiny_tokenizer
-from backends.training.answers import generate_answers
+from backends.cost.step_cost import StepCost
+from backends.heads.module import MedusaHeads, backbone_fingerprint, describe_heads, save_heads
+from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.dataset import (
+from backends.training.data.answers import generate_answers
+from backends.training.data.dataset import (
     Answer,
     AnswersError,
     HiddenStates,
@@ -29,7 +29,7 @@ from backends.training.dataset import (
     read_jsonl,
 )
 from backends.training.distill import TrainingRun, train_heads
-from backends.training.evaluate import Guesses, ReplayCount, evaluate, rank_accuracy, replay, replay_answer
+from backends.training.evaluation.accuracy import Guesses, ReplayCount, evaluate, rank_accuracy, replay, replay_answer
 from backends.training.objective import OutputProjection, Targets, Teacher, frequent_tokens, heads_loss
 from backends.training.trainer import HeadsTrainer, TrainingOptions
 from backends.tree import CandidateTree

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from backends.heads import MedusaHeads
-from backends.training.cleaning import CleaningOptions, dropped_answers, repetition
-from backends.training.dataset import Answer, HiddenStates
+from backends.heads.module import MedusaHeads
+from backends.training.data.cleaning import CleaningOptions, dropped_answers, repetition
+from backends.training.data.dataset import Answer, HiddenStates
 from backends.training.objective import OutputProjection
 from backends.training.trainer import HeadsTrainer, TrainingOptions
 from backends.training.workers import Workers

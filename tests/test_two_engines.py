@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from gateway.routing.backends import Backends
-from gateway.routing.file import parse_backends
-from gateway.routing.opening import open_backends
+from gateway.routing.backends_file import parse_backends
 from gateway.routing.spec import EngineSpec
+from gateway.serving.startup import open_backends
+from gateway.serving.targets import Backends
 from tests.live_gateway import LiveGateway, running_gateway
 
 FILE = """\
@@ -27,8 +27,8 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backends]:
-    from backends.loading import EngineOptions, open_engine
-    from backends.tiny import tiny_model, tiny_tokenizer
+    from backends.engine.loading import EngineOptions, open_engine
+    from backends.models.tiny import tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("models")
     # The same architecture with other weights: an answer tells which model gave it.

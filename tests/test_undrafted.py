@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from backends.cost import StepCost
-from backends.gate import DraftGate
+from backends.cost.step_cost import StepCost
+from backends.speculation.batch_gate import DraftGate
+from backends.speculation.undrafted import Undrafted, Why
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, TokenChunk
-from backends.undrafted import Undrafted, Why
 from tests.engine_helpers import FLAT_COST, ScriptedHeads, make_core, one_thread, request  # noqa: F401
 
 PROMPT = (40, 50, 60, 70)

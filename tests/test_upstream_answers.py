@@ -21,22 +21,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.api.completions import ChatCall, CompletionCall
 from gateway.auth.access import Access, open_keys
-from gateway.completions import ChatCall, CompletionCall
-from gateway.openai_types import ChatCompletionRequest, ChatMessage, CompletionRequest
-from gateway.routing.backends import Backends
+from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
-from gateway.streaming import in_one_line
-from gateway.upstream import answer as answering
+from gateway.serving import remote_answer as answering
+from gateway.serving.streaming import in_one_line
+from gateway.serving.targets import Backends
 from gateway.upstream import stream as streams
 from gateway.upstream.backend import UpstreamBackend
-from gateway.upstream.breaker import BreakerSettings
 from gateway.upstream.chunk import Chunk, read_chunk
 from gateway.upstream.errors import UpstreamFailure, retry_after_seconds
 from gateway.upstream.sse import MalformedStream
 from gateway.upstream.stream import _MOST_HELD
 from gateway.upstream.tally import Tally
-from policy.limiter import Limiter
+from gateway.wire.requests import ChatCompletionRequest, ChatMessage, CompletionRequest
+from policy.limits.limiter import Limiter
 from telemetry.logs import REQUEST_LOG
 from telemetry.request import RequestRecord
 from telemetry.service import RequestTrace, Telemetry

@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from gateway.admission import Places
-from gateway.completions import CHAT_BODIES
-from gateway.routing.backends import Backend, Backends, EngineBackend, ServedModel
+from gateway.api.completions import CHAT_BODIES
+from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
+from gateway.serving.targets import Backend, Backends, EngineBackend, ServedModel
 from gateway.upstream.backend import UpstreamBackend
-from gateway.upstream.breaker import BreakerSettings
 from gateway.upstream.payload import payload
 from tests.fakes import FakeDecoder, FakeTokenizer
 from tests.live_gateway import LiveGateway, running_gateway

@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from gateway.admission import Places
-from gateway.routing.backends import Backends, EngineBackend, ServedModel
+from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
+from gateway.serving.targets import Backends, EngineBackend, ServedModel
 from gateway.upstream.backend import UpstreamBackend
-from gateway.upstream.breaker import BreakerSettings
 from tests.fakes import FakeDecoder, FakeTokenizer
 from tests.live_gateway import LiveGateway, running_gateway
 from tests.upstream_process import UpstreamProcess

@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.routing.backends import Backends
 from gateway.routing.spec import HealthCheck, UpstreamSpec
+from gateway.serving.targets import Backends
 from gateway.upstream.backend import UpstreamBackend
 from tests.live_gateway import LiveGateway, running_gateway
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.drafting import Draft
-from backends.runner import ModelRunner
-from backends.sampling import LogitProcessor, Visit, draw_tokens
+from backends.runners.base import ModelRunner
+from backends.sampling.sampler import LogitProcessor, Visit, draw_tokens
+from backends.speculation.tree_builder import Draft
+from backends.speculation.verify import AcceptResult, Candidate, verify
 from backends.types import Acceptance, SamplingParams
-from backends.verify import AcceptResult, Candidate, verify
 from tests.engine_helpers import any_runner, one_thread, path_rows, random_parents  # noqa: F401
 
 SMALL_VOCAB = 6

@@ -9,8 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from backends.tiny import TINY_TOKENIZERS
-from backends.tokenizer import HfTokenizer
+from backends.models.tiny import TINY_TOKENIZERS
+from backends.models.tokenizer import HfTokenizer
 
 CORPUS = ["the quick brown fox jumps over the lazy dog. system user assistant", "été naïve 日本語 <tag> a = [1]\n\n  x"]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from backends.heads import backbone_fingerprint
-from backends.tiny import tiny_model, tiny_tokenizer
+from backends.heads.module import backbone_fingerprint
+from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone
-from backends.training.dataset import Answer
+from backends.training.data.dataset import Answer
 
 # Few letters, so that a word is known only from several of them.
 _rng = random.Random(7)

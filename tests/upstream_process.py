@@ -58,10 +58,10 @@ class UpstreamProcess:
 
 
 def main(port: int, name: str) -> None:
-    from gateway.routing.backends import ServedModel
-    from gateway.server import GatewayServer, bind, url_of
+    from gateway.http.server import GatewayServer, bind, url_of
+    from gateway.serving.state import GatewayState
+    from gateway.serving.targets import ServedModel
     from gateway.settings import GatewaySettings
-    from gateway.state import GatewayState
 
     decoder = FakeDecoder(name=name, natural_length=120)
     settings = GatewaySettings(max_concurrent=4, max_queue=4)

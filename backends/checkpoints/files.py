@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from backends.fetch import FetchError, fetch_heads
-from backends.heads import WEIGHTS_FILE, HeadsError
+from backends.heads.module import WEIGHTS_FILE, HeadsError
+from backends.models.fetch import FetchError, fetch_heads
 
 # In the order in which they are looked for: a folder may hold the same heads twice, or the backbone beside them.
 _FILES = (

@@ -12,12 +12,19 @@ from torch import nn
 
 from backends.checkpoints.files import HeadsFiles, first_values, read_config, read_heads_files, resolve_folder
 from backends.checkpoints.flavours import ForeignHeads, check_fit, is_head_tensor, lies_in_a_model, parse_heads
-from backends.checkpoints.residual_heads import ResidualHeads, TorchHeads
-from backends.heads import WEIGHTS_FILE, HeadsError, MedusaHeads, backbone_fingerprint, load_heads, read_heads_config
-from backends.heads_in_torch import HeadsInTorch
-from backends.hf_runner import HfRunner
-from backends.native.runner import LANES, NativeRunner
-from backends.runner import HeadsRunner, ModelRunner
+from backends.heads.module import (
+    WEIGHTS_FILE,
+    HeadsError,
+    MedusaHeads,
+    backbone_fingerprint,
+    load_heads,
+    read_heads_config,
+)
+from backends.runners.base import HeadsRunner, ModelRunner
+from backends.runners.hf import HfRunner
+from backends.runners.native.runner import LANES, NativeRunner
+from backends.runners.residual_heads import ResidualHeads, TorchHeads
+from backends.runners.torch_heads import HeadsInTorch
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +133,7 @@ def load_checkpoint(name: str | Path, backbone: BackboneFacts) -> LoadedHeads:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder is in the project's own format (:mod:`backends.heads`)."""
+    """Whether a folder is in the project's own format (:mod:`backends.heads.module`)."""
     return (folder / WEIGHTS_FILE).is_file() or str(read_config(folder).get("format", "")).startswith("medusa-gateway/")
 
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from backends.heads import load_heads, save_heads
-from backends.loading import ADAPTATION_NOTE
-from backends.training.answers import generate_answers
+from backends.engine.loading import ADAPTATION_NOTE
+from backends.heads.module import load_heads, save_heads
 from backends.training.backbone import Backbone, load_backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.dataset import Answer, HiddenStates, read_answers
+from backends.training.data.answers import generate_answers
+from backends.training.data.dataset import Answer, HiddenStates, read_answers
 from backends.training.distill import TrainingRun, before_and_after, collect_states, heads_config, training_states
-from backends.training.evaluate import EvaluationReport, evaluate
+from backends.training.evaluation.accuracy import EvaluationReport, evaluate
 from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.model_card import write_model_card
 from backends.training.objective import OutputProjection

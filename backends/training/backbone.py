@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from backends.checkpoints.loader import LoadedHeads
-from backends.cost import StepCost
-from backends.demo import DEMO_MODEL_NAME, prepare_demo_model
-from backends.engine_core import EngineCore
-from backends.heads import MedusaHeads, backbone_fingerprint
-from backends.loading import EngineOptions, ModelParts, build_core, load_parts
-from backends.tokenizer import HfTokenizer
+from backends.cost.step_cost import StepCost
+from backends.engine.core import EngineCore
+from backends.engine.loading import EngineOptions, ModelParts, build_core, load_parts
+from backends.heads.module import MedusaHeads, backbone_fingerprint
+from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
+from backends.models.tokenizer import HfTokenizer
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def load_backbone(model: str | None, *, threads: int | None = None, device: str 
     """Load a local folder or hub id (None: the demo model), in bfloat16 where the device has it, for ``threads`` CPU
     threads.
 
-    Raises OSError or ValueError for what can't be loaded, :class:`backends.demo.DemoModelError`.
+    Raises OSError or ValueError for what can't be loaded, :class:`backends.models.demo.DemoModelError`.
     """
     if threads:
         torch.set_num_threads(threads)

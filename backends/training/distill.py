@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backends.heads import MedusaHeads, load_heads, save_heads
-from backends.training.answers import generate_answers, read_prompts
+from backends.heads.module import MedusaHeads, load_heads, save_heads
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.cleaning import CleaningOptions, dropped_answers
-from backends.training.dataset import (
+from backends.training.data.answers import generate_answers, read_prompts
+from backends.training.data.cleaning import CleaningOptions, dropped_answers
+from backends.training.data.dataset import (
     Answer,
     AnswersError,
     HiddenStates,
@@ -23,7 +23,7 @@ from backends.training.dataset import (
     load_hidden_states,
     read_answers,
 )
-from backends.training.evaluate import ALL_CLASSES, EvaluationReport, evaluate
+from backends.training.evaluation.accuracy import ALL_CLASSES, EvaluationReport, evaluate
 from backends.training.model_card import count_licences, write_model_card
 from backends.training.objective import OutputProjection, frequent_tokens
 from backends.training.progress import progress_bar

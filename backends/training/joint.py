@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.heads import MedusaHeads
+from backends.heads.module import MedusaHeads
 from backends.training.checkpoint import TrainingError, read_checkpoint, write_checkpoint
-from backends.training.dataset import HiddenStates
+from backends.training.data.dataset import HiddenStates
 from backends.training.objective import OutputProjection, Teacher, heads_loss, path_tokens
 from backends.training.trainer import TrainingOptions, learning_rate_at
 from backends.training.workers import Workers

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.demo import DEMO_MODEL_NAME
-from backends.heads import WEIGHTS_FILE, describe_heads, read_heads_config
-from backends.training.dataset import Answer
+from backends.heads.module import WEIGHTS_FILE, describe_heads, read_heads_config
+from backends.models.demo import DEMO_MODEL_NAME
+from backends.training.data.dataset import Answer
 
 CARD_FILE = "README.md"
 
@@ -28,7 +28,8 @@ def count_licences(prompts: Iterable[Mapping[str, Any]], answers: Iterable[Answe
 
 
 def write_model_card(folder: Path) -> None:
-    """Write ``README.md`` from the folder's ``config.json`` and tensors. Raises :class:`backends.heads.HeadsError`."""
+    """Write ``README.md`` from the folder's ``config.json`` and tensors. Raises
+    :class:`backends.heads.module.HeadsError`."""
     (folder / CARD_FILE).write_text(model_card(folder))
 
 

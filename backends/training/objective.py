@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from backends.heads import MedusaHeads
-from backends.training.dataset import HiddenStates
+from backends.heads.module import MedusaHeads
+from backends.training.data.dataset import HiddenStates
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backends.heads import MedusaHeads, load_heads, read_heads_config
-from backends.training.answers import read_prompts
+from backends.heads.module import MedusaHeads, load_heads, read_heads_config
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
-from backends.training.dataset import Answer
+from backends.training.data.answers import read_prompts
+from backends.training.data.dataset import Answer
 from backends.training.distill import TrainingRun, before_and_after, train_heads, training_states
-from backends.training.evaluate import EvaluationReport, evaluate
+from backends.training.evaluation.accuracy import EvaluationReport, evaluate
 from backends.training.objective import OutputProjection
 from backends.training.trainer import TrainingOptions
 

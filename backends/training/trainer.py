@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from backends.heads import HeadInput, MedusaHeads
+from backends.heads.module import HeadInput, MedusaHeads
 from backends.training.checkpoint import TrainingError, read_checkpoint, write_checkpoint
-from backends.training.dataset import HiddenStates
+from backends.training.data.dataset import HiddenStates
 from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss, path_tokens
 from backends.training.workers import Workers
 

@@ -13,9 +13,9 @@ from typing import Any, Literal
 from gateway.auth.errors import InvalidApiKey, NotAllowed, NotHere
 from gateway.auth.keyfile import ApiKey, KeySet, parse_keys
 from policy.background import cancel_and_wait, pause
-from policy.limiter import Limiter
-from policy.redis_client import RedisTarget
-from policy.watched_file import FileWatch, WatchedFile, read_regular
+from policy.config.watched_file import FileWatch, WatchedFile, read_regular
+from policy.limits.limiter import Limiter
+from policy.shared.redis_client import RedisTarget
 
 logger = logging.getLogger("gateway.auth")
 

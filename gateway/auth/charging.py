@@ -9,9 +9,9 @@ from gateway.auth.access import Access
 from gateway.auth.errors import RateLimited
 from gateway.auth.guard import key_of, show_standing
 from gateway.auth.keyfile import ApiKey
-from gateway.errors import InvalidRequest
-from policy.limiter import Grant
-from policy.limits import Dimension, KeyLimits, Refusal, Standing, describe
+from gateway.wire.errors import InvalidRequest
+from policy.limits.arithmetic import Dimension, KeyLimits, Refusal, Standing, describe
+from policy.limits.limiter import Grant
 
 _WORDS: dict[Dimension, str] = {
     "requests": "requests per minute",

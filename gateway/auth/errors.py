@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gateway.errors import APIError
+from gateway.wire.errors import APIError
 
 
 class InvalidApiKey(APIError):

@@ -17,10 +17,10 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from policy.fields import Block, Choice, Flag, Kind, ManyOf, Name, Number
-from policy.limits import MOST_PER_MINUTE, KeyLimits
-from policy.problems import FileError
-from policy.yaml_source import Source, join, read_file
+from policy.config.fields import Block, Choice, Flag, Kind, ManyOf, Name, Number
+from policy.config.problems import FileError
+from policy.config.yaml_source import Source, join, read_file
+from policy.limits.arithmetic import MOST_PER_MINUTE, KeyLimits
 
 KEY_PREFIX = "mgw-"
 DIGEST_PREFIX = "sha256:"

@@ -29,10 +29,10 @@ def run_rules(args: argparse.Namespace) -> int:
     import yaml
 
     from gateway.cli import CommandError
-    from policy.format import parse_policy
-    from policy.problems import PolicyError
+    from policy.config.problems import PolicyError
+    from policy.file.format import parse_policy
     from policy.runtime import PolicyRuntime
-    from telemetry.alerts.rules import prometheus_rule, rule_file
+    from telemetry.alerts.prometheus_rules import prometheus_rule, rule_file
 
     try:
         spec = (

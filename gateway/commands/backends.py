@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run_validate(args: argparse.Namespace) -> int:
-    from gateway.routing.file import parse_backends
+    from gateway.routing.backends_file import parse_backends
 
     def summary(name: str) -> str:
         spec = parse_backends(read_input(name), name)
@@ -32,7 +32,7 @@ def run_validate(args: argparse.Namespace) -> int:
 
 
 def run_schema(args: argparse.Namespace) -> int:
-    from gateway.routing.file import json_schema
+    from gateway.routing.backends_file import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0

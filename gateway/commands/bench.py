@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _decoding(args: argparse.Namespace) -> dict[str, Any]:
-    from backends.bench import BenchOptions, run_bench
+    from backends.bench.decoding import BenchOptions, run_bench
 
     if args.quick:
         return run_bench(BenchOptions.quick(_engine(args)), _progress)
@@ -83,7 +83,7 @@ def _decoding(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sweep(args: argparse.Namespace) -> dict[str, Any]:
-    from backends.sweep import SweepOptions, run_sweep
+    from backends.bench.load_sweep import SweepOptions, run_sweep
 
     options = SweepOptions(
         _engine(args),
@@ -122,7 +122,7 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engine(args: argparse.Namespace) -> Any:
-    from backends.loading import EngineOptions
+    from backends.engine.loading import EngineOptions
 
     names = ("model", "heads", "device", "dtype", "runner", "quantize")
     return EngineOptions(**{name: getattr(args, name) for name in names}, max_model_len=1024)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gateway.classifier.dataset import Example
+    from gateway.classifier.training.dataset import Example
 
 BENCH_LENGTHS = (0, 200, 1_000, 2_000, 4_000, 8_000)
 BENCH_HUGE = 1_000_000
@@ -64,10 +64,10 @@ def _data_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def run_train(args: argparse.Namespace) -> int:
     """Trains, then writes artifact and card."""
-    from gateway.classifier.card import ARTIFACT_NAME, facts, write_card
-    from gateway.classifier.dataset import DataError
     from gateway.classifier.model import save_arrays
-    from gateway.classifier.training import is_generated, train
+    from gateway.classifier.training.card import ARTIFACT_NAME, facts, write_card
+    from gateway.classifier.training.dataset import DataError
+    from gateway.classifier.training.fit import is_generated, train
 
     try:
         examples = _examples(args)
@@ -93,10 +93,10 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Prints the tables; with --card also writes them into the card."""
-    from gateway.classifier.card import ARTIFACT_NAME, write_card
-    from gateway.classifier.dataset import DataError
-    from gateway.classifier.evaluation import evaluate
     from gateway.classifier.model import ArtifactError, load_arrays
+    from gateway.classifier.training.card import ARTIFACT_NAME, write_card
+    from gateway.classifier.training.dataset import DataError
+    from gateway.classifier.training.evaluation import evaluate
 
     try:
         arrays = load_arrays(args.card / ARTIFACT_NAME) if args.card is not None else None
@@ -112,8 +112,8 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _examples(args: argparse.Namespace) -> list[Example]:
-    from gateway.classifier.dataset import DataError, read_examples
-    from gateway.classifier.training import with_generated
+    from gateway.classifier.training.dataset import DataError, read_examples
+    from gateway.classifier.training.fit import with_generated
 
     if args.generated is not None and args.generated < 0:
         raise DataError(f"--generated {args.generated}: give 0 or more")
@@ -123,8 +123,8 @@ def _examples(args: argparse.Namespace) -> list[Example]:
 def run_bench(args: argparse.Namespace) -> int:
     """Prints p50 and p99 of wall time and of this thread's CPU time, which other processes disturb less."""
     from gateway.classifier import ArtifactError, PromptClassifier
-    from gateway.classifier.dataset import DataError, read_examples
-    from gateway.classifier.generator import PromptGenerator
+    from gateway.classifier.training.dataset import DataError, read_examples
+    from gateway.classifier.training.generator import PromptGenerator
 
     if args.count < 1:
         print(f"error: --count {args.count}: give at least 1", file=sys.stderr)

@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the class; 2 when the input can't be used."""
     from gateway.classifier import ArtifactError, PromptClassifier
-    from gateway.classifier.dataset import DataError
+    from gateway.classifier.training.dataset import DataError
 
     try:
         classifier = PromptClassifier.load(args.artifact)
@@ -69,14 +69,14 @@ def _classify_text(classifier: PromptClassifier, text: str, as_json: bool) -> No
 
 
 def _classify_lines(classifier: PromptClassifier, name: str) -> None:
-    from gateway.classifier.dataset import read_prompts
+    from gateway.classifier.training.dataset import read_prompts
 
     for prompt in read_prompts("standard input" if name == "-" else name, _lines(name)):
         print(json.dumps(classifier.classify(prompt).as_dict(), ensure_ascii=False))
 
 
 def _lines(name: str) -> Iterator[bytes]:
-    from gateway.classifier.dataset import DataError
+    from gateway.classifier.training.dataset import DataError
 
     if name == "-":
         yield from sys.stdin.buffer

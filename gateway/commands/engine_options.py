@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from backends.hub import is_path
+from backends.models.hub import is_path
 
 
 class FolderOrId(argparse.Action):

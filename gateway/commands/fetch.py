@@ -23,8 +23,8 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from backends.demo import DemoModelError
-    from backends.fetch import FetchError, fetch_heads, fetch_model
+    from backends.models.demo import DemoModelError
+    from backends.models.fetch import FetchError, fetch_heads, fetch_model
     from gateway.cli import CommandError
 
     try:
@@ -46,8 +46,8 @@ def _wanted(args: argparse.Namespace) -> list[tuple[str | None, str | None]]:
     if args.model is not None or args.heads is not None:
         raise CommandError(f"--model and --heads exclude --backends: say it in {args.backends}.")
 
-    from gateway.routing.file import parse_backends
-    from policy.problems import PolicyError
+    from gateway.routing.backends_file import parse_backends
+    from policy.config.problems import PolicyError
 
     try:
         spec = parse_backends(Path(args.backends).read_bytes(), args.backends)

@@ -61,8 +61,8 @@ def run_validate(args: argparse.Namespace) -> int:
 
 def run_explain(args: argparse.Namespace) -> int:
     from policy.decision import decide
-    from policy.livestats import LiveStats
     from policy.spec import RequestFacts
+    from policy.statistics.snapshot import LiveStats
 
     facts = RequestFacts(
         request_id=args.request_id,
@@ -90,7 +90,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def run_schema(args: argparse.Namespace) -> int:
-    from policy.format import json_schema
+    from policy.file.format import json_schema
 
     print(json.dumps(json_schema(), indent=2))
     return 0
@@ -106,14 +106,14 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def _load(name: str) -> PolicySpec:
     """Raises PolicyError or OSError."""
-    from policy.format import parse_policy
+    from policy.file.format import parse_policy
 
     return parse_policy(read_input(name), name)
 
 
 def _loaded(name: str | None) -> PolicySpec:
     from gateway.cli import CommandError
-    from policy.problems import PolicyError
+    from policy.config.problems import PolicyError
     from policy.runtime import PolicyRuntime
 
     try:

@@ -11,16 +11,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.auth.options import add_options, open_access
 from gateway.commands import serve_telemetry
+from gateway.commands.auth_options import add_options, open_access
 from gateway.commands.engine_options import add_engine_options, no_such_folder
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
-    from backends.cost_stores import CostStore
-    from gateway.controller import Controller
-    from gateway.routing.backends import Backends
+    from backends.cost.stores import CostStore
     from gateway.routing.spec import BackendsSpec, EngineSpec
+    from gateway.serving.controller import Controller
+    from gateway.serving.targets import Backends
 
 DEFAULT_PORT = 8080
 _ONE_ENGINE = (
@@ -94,8 +94,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gateway.cli import CommandError
-    from gateway.server import bind, run_server
-    from gateway.state import GatewayState
+    from gateway.http.server import bind, run_server
+    from gateway.serving.state import GatewayState
 
     serve_telemetry.configure_logs(args)
     access = open_access(args)
@@ -140,8 +140,8 @@ def run(args: argparse.Namespace) -> int:
 def _controller(args: argparse.Namespace) -> Controller:
     from gateway.classifier import ArtifactError, PromptClassifier
     from gateway.cli import CommandError
-    from gateway.controller import Controller, store_opener
-    from policy.problems import PolicyError
+    from gateway.serving.controller import Controller, store_opener
+    from policy.config.problems import PolicyError
     from policy.runtime import PolicyRuntime
 
     now = time.time()
@@ -163,7 +163,7 @@ def _controller(args: argparse.Namespace) -> Controller:
 
 def _redis_url(args: argparse.Namespace, environ: Mapping[str, str]) -> str | None:
     """The flag, else the environment; a password may come apart from the URL, as Kubernetes keeps it in a Secret."""
-    from policy.redis_client import with_password
+    from policy.shared.redis_client import with_password
 
     url = args.redis_url or environ.get("MEDUSA_REDIS_URL")
     password = environ.get("MEDUSA_REDIS_PASSWORD")
@@ -172,9 +172,9 @@ def _redis_url(args: argparse.Namespace, environ: Mapping[str, str]) -> str | No
 
 def _read_backends(args: argparse.Namespace, controller: Controller) -> BackendsSpec:
     from gateway.cli import CommandError
-    from gateway.routing.file import parse_backends
-    from gateway.routing.opening import unknown_classes
-    from policy.problems import PolicyError
+    from gateway.routing.backends_file import parse_backends
+    from gateway.serving.startup import unknown_classes
+    from policy.config.problems import PolicyError
 
     given = [name for name in _ONE_ENGINE if getattr(args, name) not in (None, "auto")]
     if given:
@@ -194,7 +194,7 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
 
 def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
     from gateway.cli import CommandError
-    from gateway.routing.opening import open_backends
+    from gateway.serving.startup import open_backends
     from gateway.upstream.backend import ApiKeyError
 
     def open_engine(engine: EngineSpec) -> Any:
@@ -214,7 +214,7 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
 def _open_one(args: argparse.Namespace) -> Backends:
     """The simple case: one engine, which is also the name of its backend."""
     from gateway.admission import Places
-    from gateway.routing.backends import Backends, EngineBackend, ServedModel
+    from gateway.serving.targets import Backends, EngineBackend, ServedModel
 
     opened = _open_engine(
         args,
@@ -236,7 +236,7 @@ def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
             raise CommandError(f"{args.backends or 'the command line'}: {problem}")
     try:
         # The only way from here to torch, taken when a model is really to be loaded.
-        from backends.loading import EngineOptions, open_engine
+        from backends.engine.loading import EngineOptions, open_engine
     except ImportError as error:
         raise CommandError(f"the engine can't be imported: {error}") from error
     try:
@@ -248,9 +248,9 @@ def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
 
 def _cost_stores(args: argparse.Namespace) -> list[CostStore]:
     """Where cost tables are kept: with this user, and in the Redis that was named, for machines of the same kind."""
-    from backends.cost_stores import FolderStore
-    from policy.cost_tables import RedisCostStore
-    from policy.redis_client import parse_redis_url
+    from backends.cost.stores import FolderStore
+    from policy.shared.cost_tables import RedisCostStore
+    from policy.shared.redis_client import parse_redis_url
 
     url = _redis_url(args, os.environ)
     shared = [] if url in (None, "memory") else [RedisCostStore(parse_redis_url(url))]

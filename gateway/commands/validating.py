@@ -15,9 +15,9 @@ def read_input(name: str) -> bytes:
 def validate_files(names: Sequence[str], summary: Callable[[str], str]) -> int:
     """Say of each file what ``summary`` of its name says, or why it is refused. Exit status: 1 when any is.
 
-    ``summary`` reads the file and raises :class:`policy.problems.FileError` for one that can't be used.
+    ``summary`` reads the file and raises :class:`policy.config.problems.FileError` for one that can't be used.
     """
-    from policy.problems import FileError
+    from policy.config.problems import FileError
 
     refused = False
     for name in names:

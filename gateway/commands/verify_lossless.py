@@ -41,7 +41,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from backends.proofs import architectures, prove, tokenizers
+    from backends.proof.setup import architectures, prove, tokenizers
     from gateway.cli import CommandError
 
     if args.architecture and not args.tiny:

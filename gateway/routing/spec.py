@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.upstream.breaker import BreakerSettings
+from gateway.routing.circuit_breaker import BreakerSettings
 
 FORMAT_VERSION = 1
 Dialect = Literal["openai", "vllm", "medusa-gateway"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from backends.bench_prompts import PROMPTS
+from backends.bench.prompts import PROMPTS
 from policy.background import cancel_and_wait, pause
 
 MODEL = "bench"

@@ -19,16 +19,16 @@ import msgspec
 
 from backends.types import ModelInfo
 from gateway.admission import Places
-from gateway.errors import APIError
-from gateway.openai_types import INT32_MAX, GenerationFields
+from gateway.routing import circuit_breaker as circuit
 from gateway.routing.choice import Candidate
 from gateway.routing.spec import UpstreamSpec
-from gateway.upstream import breaker as circuit
 from gateway.upstream.errors import UpstreamBusy, UpstreamFailure
 from gateway.upstream.payload import what_it_lacks
+from gateway.wire.errors import APIError
+from gateway.wire.requests import INT32_MAX, GenerationFields
 from policy.background import PatientCall, cancel_and_wait, pause
+from policy.config.watched_file import read_regular
 from policy.records import EventKind
-from policy.watched_file import read_regular
 from telemetry.words import transport_words
 
 logger = logging.getLogger("gateway.upstream")

@@ -9,7 +9,7 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
-from gateway.errors import APIError, ErrorDetail
+from gateway.wire.errors import APIError, ErrorDetail
 
 _SHOWN = 300
 MOST_RETRY_S = 60

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai_types import ChatCompletionRequest, DecodingOptions, GenerationFields
-from gateway.planning import asked_fields
 from gateway.routing.spec import EXTENSIONS, SAMPLING_EXTENSIONS, Dialect
+from gateway.serving.planning import asked_fields
+from gateway.wire.requests import ChatCompletionRequest, DecodingOptions, GenerationFields
 
 _STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
 _CHAT = ("max_completion_tokens", "logprobs", "top_logprobs")
@@ -39,7 +39,7 @@ def decoding_wishes(options: DecodingOptions | None) -> list[str]:
 def payload(
     body: GenerationFields, prompt: Any, dialect: Dialect, upstream_model: str, temperature: float | None
 ) -> tuple[str, dict[str, Any]]:
-    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.inference.Call.prompt`.
+    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.serving.pipeline.Call.prompt`.
 
     Always streamed, whatever the client wants, so that an upstream that hangs is noticed. Labels (``user``,
     ``metadata``) are for this gateway's operator and go no further. ``temperature`` None: the upstream's default.

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.errors import APIError, handle_unexpected
-from gateway.openai_responses import RemoteReport
-from gateway.streaming import DONE
+from gateway.serving.streaming import DONE
 from gateway.upstream.chunk import NULL, ChoiceChunk, Chunk
 from gateway.upstream.tally import Tally
+from gateway.wire.errors import APIError, handle_unexpected
+from gateway.wire.responses import RemoteReport
 
 _encode = msgspec.json.encode
 

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.errors import APIError, handle_unexpected, shutting_down
 from gateway.routing.spec import Timeouts
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import NULL, Chunk, read_chunk
@@ -21,6 +20,7 @@ from gateway.upstream.errors import (
     failure_of_status,
 )
 from gateway.upstream.sse import EventParser, MalformedStream
+from gateway.wire.errors import APIError, handle_unexpected, shutting_down
 from telemetry.words import transport_words
 
 MAX_ERROR_BYTES = 64 * 1024
@@ -112,7 +112,7 @@ class _Sending:
 
 class UpstreamAnswer:
     """Reads in a task of its own, so that closing is a synchronous, idempotent cancel that reaches the upstream
-    wherever the reader stands; see :class:`gateway.generation.Generation`.
+    wherever the reader stands; see :class:`gateway.serving.generation.Generation`.
 
     ``sequences``: choices that must finish before the answer is whole.
     """

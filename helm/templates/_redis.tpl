@@ -8,7 +8,7 @@
 {{- default (include "medusa-gateway.redisName" .) .Values.redis.bundled.passwordSecret.name }}
 {{- end }}
 
-{{/* A URL without its password; policy/redis_client.py reads it. Empty: the gateway's own embedded server. */}}
+{{/* A URL without its password; policy/shared/redis_client.py reads it. Empty: the gateway's own embedded server. */}}
 {{- define "medusa-gateway.redisUrl" -}}
 {{- $redis := .Values.redis -}}
 {{- if eq $redis.mode "memory" -}}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from policy.alerts import FALLBACK_WINDOW_S, AlertRule
-from policy.statistics import Statistics
+from policy.statistics.aggregate import Statistics
 from telemetry import catalog
 from telemetry.catalog import WINDOW_S, Metric
-from telemetry.figures import Figures, Labels
+from telemetry.snapshot import Figures, Labels
 
 Subject = tuple[str, str]
 """Model and class, "" where the figure has none."""

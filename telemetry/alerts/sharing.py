@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from policy.shared_text import SharedText
-from policy.store import StoreUnavailable
+from policy.shared.shared_text import SharedText
+from policy.shared.store import StoreUnavailable
 from telemetry.alerts.fleet import Board, decode, encode, own_part, rejoined
 
 _ATTEMPTS = 8

@@ -1,0 +1,1 @@
+"""What a step costs on this device: measured, kept, corrected while serving."""

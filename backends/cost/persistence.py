@@ -1,0 +1,94 @@
+"""A start with a cost table that was kept, and keeping the one in use for the next start."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from backends.cost.probe import Measured
+from backends.cost.record import CostRecord, UnusableRecord, judge, key_of, read_record
+from backends.cost.stores import CostStore
+
+log = logging.getLogger(__name__)
+
+_NEWS = 0.02
+
+
+class Probe(Protocol):
+    """See :class:`backends.cost.probe.CostProbe`."""
+
+    def measure(self) -> Measured: ...
+
+    def check(self) -> list[tuple[int, float]]: ...
+
+
+@dataclass(slots=True)
+class CostKeeping:
+    """The cost table of one engine. ``stores`` are asked in this order; what one is missing it is given.
+
+    ``measure_anew``: whatever is kept is not looked at, and replaced.
+    """
+
+    facts: Mapping[str, str]
+    stores: Sequence[CostStore]
+    wall_clock: Callable[[], float]
+    measure_anew: bool = False
+    _kept: CostRecord | None = None
+
+    def open(self, probe: Probe) -> CostRecord:
+        """The table to start with: the newest that is kept for this device and holds on it, else one measured now."""
+        if not self.measure_anew and (record := self._find()) is not None:
+            verdict = judge(record.cost, probe.check())
+            if verdict.trusted:
+                hours = max(self.wall_clock() - record.measured_at, 0.0) / 3600
+                log.info("cost table of %.1f h ago taken over: %s", hours, verdict.reason)
+                self._save(record)
+                return record
+            log.warning("the cost table that was kept does not hold, it is measured again: %s", verdict.reason)
+        measured = probe.measure()
+        record = CostRecord(self.facts, self.wall_clock(), measured.cost)
+        if measured.restless:
+            log.warning(
+                "the cost table was measured in a busy moment, or in part for want of time; it is used, but not kept "
+                "for the next start"
+            )
+        else:
+            log.info("cost table measured")
+            self._save(record)
+        return record
+
+    def refine(self, factors: Mapping[int, float]) -> bool:
+        """Keep what serving has taught, if it is news; whether it was. Blocks as long as the stores do."""
+        kept = self._kept
+        if kept is None or not any(_is_news(kept.factors.get(size, 1.0), factor) for size, factor in factors.items()):
+            return False
+        self._save(replace(kept, factors={**kept.factors, **factors}))
+        return True
+
+    def _find(self) -> CostRecord | None:
+        found: list[CostRecord] = []
+        for store in self.stores:
+            try:
+                text = store.load(key_of(self.facts))
+                if text is not None:
+                    found.append(read_record(text, self.facts, self.wall_clock()))
+            except OSError as error:
+                log.warning("no cost table from %s: %s", store, error)
+            except UnusableRecord as error:
+                log.warning("the cost table in %s is ignored: %s", store, error)
+        return max(found, key=lambda record: record.measured_at, default=None)
+
+    def _save(self, record: CostRecord) -> None:
+        self._kept = record
+        for store in self.stores:
+            try:
+                store.save(key_of(self.facts), record.text())
+            except OSError as error:
+                log.warning("the cost table is not kept in %s: %s", store, error)
+
+
+def _is_news(known: float, factor: float) -> bool:
+    return abs(math.log(factor / known)) > _NEWS

@@ -1,0 +1,1 @@
+"""The continuously batched loop: scheduling, pages, one thread, and what one request is."""

@@ -1,0 +1,241 @@
+"""One request inside the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+import torch
+
+from backends.engine.deadline import Behind, Pace, behind
+from backends.engine.text_stream import TextStream
+from backends.models.detokenizer import Detokenizer
+from backends.models.tokenizer import HfTokenizer
+from backends.runners.base import Proposals
+from backends.sampling.sampler import LogitProcessor
+from backends.speculation.backoff import Speculation
+from backends.speculation.prompt_lookup import Lookup
+from backends.speculation.undrafted import Undrafted, Why
+from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
+
+
+class SequenceStatus(Enum):
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True)
+class Counts:
+    """Raw counts behind :class:`backends.types.GenerationStats`."""
+
+    steps: int = 0
+    medusa_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    lookup_accepted: int = 0
+    most_nodes: int = 0
+    vanilla_ms: float = 0.0
+    spent_ms: float = 0.0
+
+
+@dataclass(slots=True)
+class Sequence:
+    """``tokens``: prompt and answer. Keys and values are in the cache for the first ``computed`` of them.
+
+    While decoding that is all but the last, the *pending* token. ``unasked``: why it has no ``proposals``, and
+    ``gate_speedup`` what the gate said then.
+    """
+
+    request: GenerationRequest
+    tokenizer: HfTokenizer
+    eos_token_ids: frozenset[int]
+    arrived: float
+    status: SequenceStatus = SequenceStatus.WAITING
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    proposals: Proposals | None = None
+    processor: LogitProcessor | None = None
+    speculation: Speculation = field(init=False)
+    lookup: Lookup | None = None
+    undrafted: Undrafted = field(default_factory=Undrafted)
+    unasked: str = Why.NOTHING
+    gate_speedup: float = 0.0
+    detokenizer: Detokenizer = field(init=False)
+    text: TextStream = field(init=False)
+    counts: Counts = field(default_factory=Counts)
+    finish_reason: FinishReason | None = None
+    stop_match: str | int | None = None
+    error: str | None = None
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+    paused_at: list[float] = field(default_factory=list)
+    behind: Behind | None = None
+    behind_at: float | None = None
+    _unsent: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.tokens = list(self.request.prompt_token_ids)
+        self.detokenizer = (
+            self.tokenizer.detokenizer_after(self.tokens) if self.request.continues else self.tokenizer.detokenizer()
+        )
+        self.text = TextStream(sampling.stop, self.detokenizer.push, self.detokenizer.flush)
+        self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
+        plan = self.request.plan
+        if plan.method == "medusa" and plan.lookup and plan.tree is None:
+            self.lookup = Lookup(self.tokens)
+        if LogitProcessor.wanted(sampling):
+            self.processor = LogitProcessor(
+                sampling,
+                prompt_ids=np.unique(np.array(self.request.prompt_token_ids, np.int64)),
+                ending_ids=np.array(sorted(self._ending_ids), np.int64),
+            )
+
+    @property
+    def id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def remaining(self) -> int:
+        return self.request.sampling.max_tokens - self.num_generated
+
+    @property
+    def longest(self) -> int:
+        """Positions that the sequence can ever need."""
+        return self.prompt_length + self.request.sampling.max_tokens
+
+    @property
+    def _ending_ids(self) -> frozenset[int]:
+        sampling = self.request.sampling
+        return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
+
+    def accept(self, token: int, logits: torch.Tensor, row: int) -> bool:
+        """Append one verified token, drawn from ``row`` of ``logits`` [R, V]; True when it ends the answer (nothing
+        after it may be appended)."""
+        sampling = self.request.sampling
+        self.tokens.append(token)
+        self._unsent.append(token)
+        if self.processor is not None:
+            self.processor.counts[token] += 1
+        may_stop = self.num_generated > sampling.min_tokens
+        if may_stop and token in self._ending_ids:
+            self.finish_reason, self.stop_match = "stop", token
+            return True
+        start = self.text.length
+        # Before the token is pushed: what its and the others' texts are depends on what stands there.
+        entry = None if sampling.logprobs is None else self._logprobs(token, logits[row], sampling.logprobs)
+        match = self.text.push(token, watch=may_stop)
+        if entry is not None and (match is None or start < self.text.length):
+            self.text.add_logprobs(start, entry)
+        if match is not None:
+            self.finish_reason, self.stop_match = "stop", match
+        elif self.num_generated >= sampling.max_tokens:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    @property
+    def speedup(self) -> float:
+        """What drafting has measured in this request, by the cost table; 1 without any."""
+        return self.counts.vanilla_ms / self.counts.spent_ms if self.counts.spent_ms else 1.0
+
+    def hurry(self, now: float) -> None:
+        """Draft no more from this step on if the deadline asks for it, see :func:`backends.engine.deadline.behind`."""
+        deadline_s = self.request.deadline_s
+        if deadline_s is None or self.first_token_at is None or self.behind_at is not None:
+            return
+        if self.request.plan.method == "vanilla":
+            return
+        found = behind(
+            Pace(
+                elapsed_s=now - self.first_token_at,
+                tokens=self.num_generated - 1,
+                to_come=self.remaining,
+                left_s=self.arrived + deadline_s - now,
+                speedup=self.speedup,
+            )
+        )
+        self.behind = found or self.behind
+        if found is not None and found.vanilla:
+            self.behind_at = now
+            self.speculation.enabled, self.proposals, self.lookup = False, None, None
+
+    def stamp(self, now: float) -> None:
+        """Remember when things happened; called at the end of a step that this sequence had a part in."""
+        if self.first_token_at is None:
+            self.first_token_at = now
+        if self.finish_reason is not None:
+            self.finished_at = now
+        if len(self.paused_at) < self.speculation.pauses:
+            self.paused_at.append(now)
+
+    def take_chunk(self) -> TokenChunk:
+        """Everything that may be sent now; the last chunk carries reason and statistics."""
+        final = self.finish_reason is not None
+        text, logprobs = self.text.take(final=final)
+        token_ids, self._unsent = tuple(self._unsent), []
+        return TokenChunk(
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            num_tokens=self.num_generated,
+            finish_reason=self.finish_reason,
+            stop_match=self.stop_match,
+            stats=self.stats() if final else None,
+            error=self.error,
+        )
+
+    def stats(self) -> GenerationStats:
+        plan, counts = self.request.plan, self.counts
+        reason = plan.reason
+        if self.speculation.pauses:
+            reason += f"; went vanilla {self.speculation.pauses} time(s) when drafts did not pay"
+        # The first token comes out of the prompt, which nothing can be drafted for.
+        if unused := self.undrafted.reason(counts.steps - 1):
+            reason += f"; {unused}"
+        if self.behind is not None:
+            reason += f"; {self.behind.reason}"
+        return GenerationStats(
+            method=plan.method,
+            num_heads=plan.num_heads if plan.method == "medusa" else 0,
+            max_nodes=counts.most_nodes,
+            steps=counts.steps,
+            medusa_steps=counts.medusa_steps,
+            drafted_tokens=counts.drafted,
+            accepted_draft_tokens=counts.accepted,
+            accepted_lookup_tokens=counts.lookup_accepted,
+            emitted_tokens=self.num_generated,
+            speedup_estimate=self.speedup,
+            reason=reason,
+            acceptance=plan.acceptance,
+            admitted_at=self.admitted_at,
+            first_token_at=self.first_token_at,
+            finished_at=self.finished_at,
+            paused_at=tuple(self.paused_at),
+            behind_at=self.behind_at,
+        )
+
+    def _logprobs(self, token: int, logits_row: torch.Tensor, top: int) -> PositionLogprobs:
+        log_p = torch.log_softmax(logits_row.float(), dim=-1)
+        best = torch.topk(log_p, top) if top else None
+        ranked = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()
+        return PositionLogprobs(
+            self._token_logprob(token, float(log_p[token])), tuple(self._token_logprob(i, value) for i, value in ranked)
+        )
+
+    def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
+        raw = self.detokenizer.next_bytes(token)
+        name = self.tokenizer.token_name(token)
+        return TokenLogprob(token, raw.decode("utf-8", "replace") if name is None else name, logprob, raw)

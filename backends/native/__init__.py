@@ -1,1 +1,0 @@
-"""CPU kernels in C, compiled on first use; see :mod:`backends.native.library`."""

@@ -1,0 +1,1 @@
+"""Proof that speculative and vanilla decoding give the same bits."""

@@ -1,0 +1,274 @@
+"""Compile the C kernels once per machine and bind them with ctypes (which releases the GIL during a call)."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import platformdirs
+
+from backends.runners.batch import PAGE_SIZE
+from backends.runners.cpu_cores import instruction_set
+from backends.tree import MAX_DEPTH, MAX_RANKS
+
+SOURCES = ("kernels.c", "checks.h", "transformer.h", "int8.h", "simd.h", "thread_pool.h")
+# No contraction and no fast-math: an operation gives the same bits wherever the compiler places it.
+FLAGS = (
+    "-O2",
+    "-std=gnu11",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-psabi",
+)
+_TARGETS = {"native": "-march=native", "avx2": "-march=x86-64-v3"}
+# More flags, for a debugger or a sanitizer: MEDUSA_KERNEL_FLAGS="-g -DMG_CHECKED".
+_FLAGS_VARIABLE = "MEDUSA_KERNEL_FLAGS"
+
+
+class NativeUnavailable(RuntimeError):
+    """The kernels can't be built or loaded here; the message says why. Callers fall back to torch operations."""
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "qkv",
+            "o",
+            "gate_up",
+            "down",
+            "attention_norm",
+            "mlp_norm",
+            "qkv_bias",
+            "q_norm",
+            "k_norm",
+        )
+    ]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in (
+                "layers",
+                "hidden",
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "intermediate",
+                "is_bf16",
+                "vocab",
+                "max_context",
+            )
+        ),
+        ("eps", c_float),
+        ("scale", c_float),
+        ("pages", c_int64),
+        ("layer", POINTER(Layer)),
+        *((name, c_void_p) for name in ("embed", "final_norm", "cos", "sin", "k_pool", "v_pool")),
+    ]
+
+
+class Int8Layer(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in ("weights", "scale")]
+
+
+class Heads(ctypes.Structure):
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in (
+                "heads",
+                "hidden",
+                "inner",
+                "in_size",
+                "draft_vocab_padded",
+                "draft_vocab",
+                "vocab",
+                "is_bf16",
+                "is_int8",
+            )
+        ),
+        *((name, c_void_p) for name in ("up", "down", "draft_lm_head", "embed", "up_bias", "draft_ids")),
+        *((name, Int8Layer) for name in ("up8", "down8", "draft_lm_head8")),
+    ]
+
+
+FOLLOW_GIVEN = ("row", "pending", "planned", "plan_above", "plan_rank")
+FOLLOW_WRITTEN = ("tokens", "below", "probabilities", "survival", "count", "first", "from", "token", "list")
+
+
+class Follow(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("n", "lists", "k", "width")),
+        ("least", c_float),
+        ("rows", c_int32),
+        ("levels", c_int32),
+        *((name, c_void_p) for name in (*FOLLOW_GIVEN, *FOLLOW_WRITTEN)),
+    ]
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = [("structure", c_char_p), ("field", c_char_p), ("offset", c_int64), ("size", c_int64)]
+
+
+# By structure and field: offset and size; field "" is the whole structure, structure "" a limit that both sides know.
+Layout = Mapping[tuple[str, str], tuple[int, int]]
+_STRUCTURES = {"mg_layer": Layer, "mg_model": Model, "mg_int8": Int8Layer, "mg_heads": Heads, "mg_follow": Follow}
+_LIMITS = {"LANES": PAGE_SIZE, "MAX_RANKS": MAX_RANKS, "MAX_DEPTH": MAX_DEPTH}
+
+
+def our_layout() -> dict[tuple[str, str], tuple[int, int]]:
+    """As the structures of this module have it."""
+    found = {("", name): (value, 0) for name, value in _LIMITS.items()}
+    for name, structure in _STRUCTURES.items():
+        found[name, ""] = (0, ctypes.sizeof(structure))
+        for field in (each[0] for each in structure._fields_):
+            place = getattr(structure, field)
+            found[name, field] = (place.offset, place.size)
+    return found
+
+
+def _kernels_layout(library: ctypes.CDLL) -> dict[tuple[str, str], tuple[int, int]]:
+    found, entries = {}, library.mg_layout()
+    for entry in iter(lambda: entries[len(found)], None):
+        if entry.structure is None:
+            break
+        found[entry.structure.decode(), entry.field.decode()] = (entry.offset, entry.size)
+    return found
+
+
+def layout_fault(ours: Layout, kernels: Layout) -> str | None:
+    """The first thing that the two sides of the boundary take for different things."""
+    for key in sorted(ours.keys() | kernels.keys()):
+        if ours.get(key) != kernels.get(key):
+            name = ".".join(part for part in key if part)
+            sides = (f"(offset, size) {each[key]}" if key in each else "unknown" for each in (ours, kernels))
+            return f"{name}: {next(sides)} in bindings.py, {next(sides)} in the kernels"
+    return None
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The bound kernels. Raises :class:`NativeUnavailable` where no compiler is, or ``MEDUSA_GATEWAY_NATIVE=0``."""
+    if os.environ.get("MEDUSA_GATEWAY_NATIVE", "1") == "0":
+        raise NativeUnavailable("switched off by MEDUSA_GATEWAY_NATIVE=0")
+    return bind(compiled(Path(__file__).parent / "csrc" / SOURCES[0]))
+
+
+def bind(path: Path) -> ctypes.CDLL:
+    """Loads compiled kernels. Raises :class:`NativeUnavailable` where that fails, and RuntimeError when they have other
+    structures than this module: then one of the two was changed alone."""
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailable(f"the compiled kernels can't be loaded: {error}") from error
+    _declare(library)
+    if fault := layout_fault(our_layout(), _kernels_layout(library)):
+        raise RuntimeError(f"backends/runners/native/bindings.py and the C sources disagree: {fault}")
+    return library
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise NativeUnavailable("no C compiler found (looked for $CC, cc, gcc, clang)")
+
+
+def _cpu_identity() -> str:
+    """What ``-march=native`` depends on, so that a cache shared between machines never serves the wrong code."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return platform.machine() + line
+    except OSError:
+        pass
+    return platform.machine() + platform.processor() + platform.node()
+
+
+def flags() -> tuple[str, ...]:
+    return (*FLAGS, _TARGETS[instruction_set()], *shlex.split(os.environ.get(_FLAGS_VARIABLE, "")))
+
+
+def compiled(source: Path, more_flags: Sequence[str] = ()) -> Path:
+    """The shared library of a source that includes :data:`SOURCES`, built unless the cache has it.
+
+    Raises :class:`NativeUnavailable`.
+    """
+    here = Path(__file__).parent / "csrc"
+    compiler, every_flag = _compiler(), (*flags(), *more_flags)
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    except OSError as error:
+        raise NativeUnavailable(f"the C compiler {compiler} can't be run: {error}") from error
+    digest = hashlib.sha256("\0".join([version, *every_flag, _cpu_identity()]).encode())
+    for path in (source, *(here / name for name in SOURCES)):
+        digest.update(path.read_bytes())
+    folder = Path(platformdirs.user_cache_dir("medusa-gateway")) / "native"
+    target = folder / f"{source.stem}-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / target.name
+            command = [compiler, *every_flag, "-shared", f"-I{here}", str(source), "-o", str(built), "-lm"]
+            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            if result.returncode:
+                lines = result.stderr.strip().splitlines()
+                raise NativeUnavailable(f"{compiler} failed: {lines[0] if lines else 'no message'}")
+            built.replace(target)
+    except OSError as error:
+        raise NativeUnavailable(f"the kernels can't be built in {folder}: {error}") from error
+    return target
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    def declare(name: str, result: type | None, *arguments: object) -> None:
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, list(arguments)
+
+    # What can be refused answers NULL, or why: see checked.refuse.
+    pool, array, matrix, fault = c_void_p, c_void_p, c_void_p, c_char_p
+    declare("mg_layout", POINTER(_Entry))
+    declare("mg_pool_new", c_void_p, c_int)
+    declare("mg_pool_free", None, pool)
+    declare("mg_model_fault", fault, POINTER(Model), c_int, c_int)
+    declare("mg_workspace_new", c_void_p, POINTER(Model), c_int, c_int)
+    declare("mg_workspace_free", None, c_void_p)
+    declare("mg_forward", fault, pool, POINTER(Model), array, array, c_void_p, matrix)
+    declare("mg_project", None, pool, c_int, matrix, c_int, c_int, c_void_p, c_int, matrix)
+    declare("mg_copy_slots", fault, POINTER(Model), array, array, c_int)
+    declare("mg_heads_logits", fault, pool, POINTER(Heads), matrix, matrix, c_int, matrix)
+    declare("mg_heads_follow", fault, pool, POINTER(Heads), POINTER(Follow), matrix, c_int, c_int)
+    declare("mg_has_int8", c_int)
+    declare("mg_argmax", fault, pool, matrix, c_int, c_int64, c_int, array, c_int, array)
+    declare("mg_top_k", fault, pool, matrix, c_int, c_int64, c_int, c_int, array, array)
+    declare("mg_sample", fault, pool, matrix, c_int, c_int64, c_int, array, c_int, *[array] * 6)
+
+
+__all__ = [
+    "Follow",
+    "Heads",
+    "Int8Layer",
+    "Layer",
+    "Model",
+    "NativeUnavailable",
+    "bind",
+    "compiled",
+    "load_library",
+]

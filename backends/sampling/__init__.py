@@ -1,0 +1,1 @@
+"""Drawing tokens, and verifying drafts by drawing (sample and match)."""

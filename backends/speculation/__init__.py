@@ -1,0 +1,1 @@
+"""Which tokens to draft: candidates from heads and text, trees, and when to do without."""

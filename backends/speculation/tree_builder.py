@@ -1,0 +1,327 @@
+"""From the heads' guesses to the candidate nodes of one step, for all sequences at once.
+
+Goodput planning: a node is worth its chance of being accepted; a step of n more rows costs what :class:`StepCost` says.
+Nodes are taken best first over *all* sequences, and as many are kept as maximise expected tokens per millisecond. When
+the batch is large, or the heads are unsure, that is none, which is vanilla decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from backends.cost.step_cost import StepCost
+from backends.heads.expansion import LEAST_SURVIVAL
+from backends.runners.base import Proposals
+from backends.speculation.prompt_lookup import Continuation
+from backends.tree import CandidateTree
+
+
+@dataclass(slots=True)
+class Draft:
+    """Candidate nodes of one sequence for one step.
+
+    ``parents[i]`` is the row of node i's parent, the root being row 0 and node i row i + 1. ``expected``: tokens that
+    the nodes are expected to add. ``from_lookup``: rows that are there because the text has gone on so before
+    (:mod:`backends.speculation.prompt_lookup`); all others come from the heads.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    expected: float = 0.0
+    expected_of_heads: float = 0.0
+    from_lookup: set[int] = field(default_factory=set)
+
+    def children(self) -> list[dict[int, int]]:
+        """For every row (root first): token -> row of the child that holds it."""
+        below: list[dict[int, int]] = [{} for _ in range(len(self.tokens) + 1)]
+        for row, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
+            below[parent].setdefault(token, row)
+        return below
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What one sequence may draft. ``trust`` scales the heads' probabilities by this sequence's own record.
+
+    ``max_depth`` bounds the heads' levels, ``longest`` also those of ``lookup`` (None: as the heads). A ``tree`` is
+    drafted from ``proposals`` alone.
+    """
+
+    proposals: Proposals | None
+    max_nodes: int
+    max_depth: int
+    trust: float = 1.0
+    tree: CandidateTree | None = None
+    lookup: Continuation | None = None
+    longest: int | None = None
+
+    @property
+    def best_chance(self) -> float:
+        """How likely the best candidate is."""
+        of_heads = 0.0 if self.proposals is None else min(self.proposals.best_probability(0) * self.trust, 1.0)
+        return of_heads if self.lookup is None else max(of_heads, self.lookup.chances[0])
+
+
+def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
+    """The operator's or client's own tree, cut to what the step has room for and the request can still use."""
+    assert request.tree is not None and request.proposals is not None
+    proposals, ranks = request.proposals, request.proposals.k
+    draft = Draft()
+    # Of the nodes taken: row, survival, and the list of guesses below.
+    taken: dict[tuple[int, ...], tuple[int, float, int]] = {(): (0, 1.0, 0)}
+    for path in request.tree.nodes:
+        if len(draft.tokens) >= max_nodes:
+            break
+        rank, above = path[-1], taken.get(path[:-1])
+        if above is None or len(path) > request.max_depth or rank >= ranks:
+            continue
+        parent, survival, siblings = above
+        if siblings < 0:
+            continue
+        draft.tokens.append(proposals.tokens_of(siblings)[rank])
+        draft.parents.append(parent)
+        survival *= proposals.probabilities_of(siblings)[rank]
+        draft.expected += survival
+        draft.expected_of_heads += survival
+        taken[path] = (len(draft.tokens), survival, proposals.following(siblings)[rank])
+    return draft
+
+
+def plan_drafts(
+    requests: dict[int, DraftRequest],
+    *,
+    sequences: int,
+    other_rows: int,
+    room: int,
+    cost: StepCost,
+    soon: int = 0,
+    extra: float = 1.0,
+) -> dict[int, Draft]:
+    """Nodes for every sequence in ``requests`` (keys are the caller's).
+
+    ``sequences`` decode in this step, ``other_rows`` are prompt rows beside them, ``room`` is how many node rows the
+    step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput. ``soon``
+    more will decode when their prompts are read: what a token is worth is the time it will save among all of them.
+    ``extra``: what a node's row takes, over what ``cost`` says (:meth:`backends.cost.calibration.Calibration.extra`).
+    """
+    drafts: dict[int, Draft] = {}
+    if not requests:
+        return drafts
+    planned: dict[int, DraftRequest] = {}
+    for key, request in requests.items():
+        if request.tree is None:
+            planned[key] = request
+        else:
+            drafts[key] = draft_from_tree(request, min(room, request.max_nodes))
+            room -= len(drafts[key].tokens)
+    nodes = sum(len(draft.tokens) for draft in drafts.values())
+    base_tokens = sequences + soon + sum(draft.expected for draft in drafts.values())
+    base_ms = cost.decode_ms(sequences + soon, nodes, other_rows)
+    order = _best_first(planned, base_tokens, room, cost, base_ms, sequences + other_rows + nodes, extra)
+    for key in planned:
+        drafts[key] = Draft()
+    for node in order:
+        draft = drafts[node.key]
+        draft.tokens.append(node.token)
+        draft.parents.append(node.parent_row)
+        draft.expected += node.survival
+        if node.from_lookup:
+            draft.from_lookup.add(len(draft.tokens))
+        else:
+            draft.expected_of_heads += node.survival
+    return drafts
+
+
+# Rows over which the price of one more is taken: the table has steps.
+_AHEAD = 4
+# A node must be likelier than this before looking up is given up: about what looked-up tokens are, as a rule.
+_MOST_PRICE_OF_LOOKUP = 0.5
+# How likely the best guess of a list is, as a rule, and bounds of what is returned.
+_BEST_OF_LIST = 0.6
+_MOST_SURVIVAL = 0.9
+
+
+def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, extra: float, num_heads: int) -> float:
+    """How likely a guess must be for a list of guesses below it to pay, for heads that make lists one after the other.
+
+    Of a step like the last one, with ``rows`` rows and ``tokens`` expected from it: the best guess of the list would
+    have to be worth the row that it takes in the next step, and the list itself. In a large batch, where both buy time
+    for many, the heads then stop after the first level.
+    """
+    step_ms = cost.forward_ms(rows) + cost.heads_ms(sequences)
+    list_ms = cost.heads_ms(sequences) / (num_heads * sequences)
+    least = tokens / step_ms * (_row_ms(cost, rows) * extra + list_ms) / _BEST_OF_LIST
+    return min(max(least, LEAST_SURVIVAL), _MOST_SURVIVAL)
+
+
+def lookup_pays(cost: StepCost, *, sequences: int, extra: float) -> bool:
+    """Whether looked-up tokens can be worth their rows in a batch of this size; if not, nor is finding them."""
+    return row_price(cost, sequences=sequences, extra=extra) <= _MOST_PRICE_OF_LOOKUP
+
+
+def row_price(cost: StepCost, *, sequences: int, extra: float) -> float:
+    """How many tokens a vanilla step of this batch brings in the time that one more row takes."""
+    return sequences / cost.forward_ms(sequences) * _row_ms(cost, sequences) * extra
+
+
+def _row_ms(cost: StepCost, rows: int) -> float:
+    return (cost.forward_ms(rows + _AHEAD) - cost.forward_ms(rows)) / _AHEAD
+
+
+class _Node(NamedTuple):
+    """A node that is worth taking; its row is one more than the number of its sequence's nodes before it."""
+
+    key: int
+    token: int
+    parent_row: int
+    survival: float
+    from_lookup: bool
+
+
+class _Guesses(NamedTuple):
+    """A list of siblings, best first: ``below[rank]`` is the list that follows a guess, -1 for none."""
+
+    tokens: list[int]
+    probabilities: list[float]
+    below: list[int]
+
+
+_NO_GUESSES = _Guesses([], [], [])
+
+
+class _Lists:
+    """One sequence's lists of guesses, unpacked when they are first looked at: of many sequences few nodes are taken.
+
+    ``taken`` counts the nodes.
+    """
+
+    __slots__ = ("_lists", "_looked_up", "_proposals", "_trust", "depth", "nodes", "taken")
+
+    def __init__(self, request: DraftRequest) -> None:
+        self._proposals, self._trust = request.proposals, request.trust
+        self._lists: dict[int, _Guesses] = {}
+        self.depth, self.nodes, self.taken = request.max_depth, request.max_nodes, 0
+        self._looked_up: dict[int, int] = {}  # list of guesses -> the token that was looked up
+        if request.lookup is not None:
+            self._join(request.lookup, request.max_depth if request.longest is None else request.longest)
+
+    def first(self, depth: int, index: int) -> float:
+        """The probability of a list's best guess; 0 where there is none, or ``depth`` is too deep for it."""
+        if depth <= self.depth and self._proposals is not None and index not in self._lists:
+            return min(self._proposals.best_probability(index) * self._trust, 1.0)
+        guesses = self.guesses(index)
+        if not guesses.tokens or (depth > self.depth and not self.from_lookup(index, guesses.tokens[0])):
+            return 0.0
+        return guesses.probabilities[0]
+
+    def from_lookup(self, index: int, token: int) -> bool:
+        return self._looked_up.get(index) == token
+
+    def guesses(self, index: int) -> _Guesses:
+        found = self._lists.get(index)
+        if found is None:
+            found = self._lists[index] = self._unpacked(index)
+        return found
+
+    def _unpacked(self, index: int) -> _Guesses:
+        proposals = self._proposals
+        if proposals is None or not 0 <= index < proposals.lists:
+            return _NO_GUESSES
+        probabilities = proposals.probabilities_of(index)
+        if self._trust != 1.0:
+            probabilities = [min(p * self._trust, 1.0) for p in probabilities]
+        return _Guesses(proposals.tokens_of(index), probabilities, proposals.following(index))
+
+    def _join(self, lookup: Continuation, longest: int) -> None:
+        """Put the looked-up tokens among the heads' guesses, each in a list of its own path."""
+        fresh = 0 if self._proposals is None else self._proposals.lists
+        index, heads_list = 0, 0
+        for depth, (token, chance) in enumerate(zip(lookup.tokens, lookup.chances, strict=True)):
+            if depth >= longest:
+                return
+            heads = self.guesses(heads_list) if depth < self.depth else _NO_GUESSES
+            guesses = list(zip(*heads, strict=True))
+            known = next((guess for guess in guesses if guess[0] == token), (token, 0.0, -1))
+            if known[1] < chance:
+                # The heads' other guesses share what is left.
+                left = min((1.0 - chance) / max(1.0 - known[1], 1e-6), 1.0)
+                guesses = [(t, p * left, below) for t, p, below in guesses if t != token]
+                guesses.append((token, chance, known[2]))
+                guesses.sort(key=lambda guess: -guess[1])
+                self._looked_up[index] = token
+            # The next token's list follows this path only, whatever else the heads' list follows.
+            fresh += 1
+            below = [fresh if guess[0] == token else guess[2] for guess in guesses]
+            self._lists[index] = _Guesses([guess[0] for guess in guesses], [guess[1] for guess in guesses], below)
+            index, heads_list = fresh, known[2]
+            self._lists[index] = _NO_GUESSES
+
+
+# A dip in the ratio may only be a step in the cost table, so the search goes on a little past the best point.
+_GIVE_UP = 0.93
+
+
+def _best_first(
+    requests: dict[int, DraftRequest],
+    base_tokens: float,
+    room: int,
+    cost: StepCost,
+    base_ms: float,
+    base_rows: int,
+    extra: float,
+) -> list[_Node]:
+    """The nodes that maximise tokens per millisecond, each after its parent and its better siblings.
+
+    Taking a guess opens its next sibling and the first guess below it. Plain tuples and one loop: this runs in every
+    step, for all sequences.
+    """
+    # (-survival, depth, key, serial, list, rank, parent row, survival of the parent)
+    heap: list[tuple[float, int, int, int, int, int, int, float]] = []
+    lists: dict[int, _Lists] = {}
+    for key, request in requests.items():
+        if request.max_nodes <= 0 or request.max_depth <= 0:
+            continue
+        if request.lookup is None and request.proposals is not None:
+            survival = min(request.proposals.best_probability(0) * request.trust, 1.0)
+        else:
+            lists[key] = _Lists(request)
+            survival = lists[key].first(1, 0)
+        if survival > 0.0:
+            heap.append((-survival, 1, key, 0, 0, 0, 0, 1.0))
+    heapify(heap)
+    order: list[_Node] = []
+    forward_ms, base_forward_ms = cost.forward_ms, cost.forward_ms(base_rows)
+    tokens, serial = base_tokens, 0
+    best_ratio, best_count = tokens / base_ms, 0
+    while heap and len(order) < room:
+        negative, depth, key, _, index, rank, parent_row, above = heappop(heap)
+        found = lists.get(key)
+        if found is None:
+            found = lists[key] = _Lists(requests[key])
+        if found.taken >= found.nodes:
+            continue
+        survival, (siblings, probabilities, below) = -negative, found.guesses(index)
+        order.append(_Node(key, siblings[rank], parent_row, survival, found.from_lookup(index, siblings[rank])))
+        tokens += survival
+        ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * extra)
+        if ratio > best_ratio:
+            best_ratio, best_count = ratio, len(order)
+        elif ratio < best_ratio * _GIVE_UP:
+            break
+        found.taken += 1
+        if found.taken >= found.nodes:
+            continue
+        serial += 2
+        rank += 1
+        if rank < len(siblings) and (depth <= found.depth or found.from_lookup(index, siblings[rank])):
+            sibling = above * probabilities[rank]
+            if sibling > 0.0:
+                heappush(heap, (-sibling, depth, key, serial, index, rank, parent_row, above))
+        following = below[rank - 1]
+        if following >= 0:
+            child = survival * found.first(depth + 1, following)
+            if child > 0.0:
+                heappush(heap, (-child, depth + 1, key, serial + 1, following, 0, found.taken, survival))
+    return order[:best_count]

@@ -1,0 +1,1 @@
+"""How good heads are: by accuracy, through the engine, on the clock."""

@@ -1,0 +1,221 @@
+"""What an operator asks a running gateway: the policy in force, what was measured, and why a request was decoded so.
+
+Routes that say nothing of whom they are for are for keys with the admin scope; see ``gateway.auth``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from litestar import Request, get, post
+from litestar.handlers import HTTPRouteHandler
+from litestar.params import FromPath
+from litestar.response.base import ASGIResponse
+
+from gateway.admission import Ticket
+from gateway.api.completions import chat_call, completion_call
+from gateway.auth.charging import charge, refuse_early
+from gateway.auth.guard import needs
+from gateway.serving.dispatch import refusal, route
+from gateway.serving.pipeline import Call, Routed, plan_call
+from gateway.serving.planning import plan_for
+from gateway.serving.remote_answer import explain_remotely
+from gateway.serving.state import GatewayState, gateway_of
+from gateway.serving.targets import ServedModel
+from gateway.upstream.backend import UpstreamBackend
+from gateway.wire.errors import APIError, InvalidRequest
+from gateway.wire.request_body import off_the_loop, read_json
+from gateway.wire.validation import requested_max_tokens, sampling_params, token_budget
+from policy.config.problems import PolicyError
+from policy.diff import differences
+from policy.file.format import parse_policy
+from policy.spec import PolicySpec
+
+_EXPLAINED = "explain-"
+_NULL = msgspec.Raw(b"null")
+
+
+class DecisionNotFound(APIError):
+    status = 404
+    type = "invalid_request_error"
+    code = "decision_not_found"
+
+
+class PolicyText(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of ``POST /admin/policy/validate``."""
+
+    policy: str
+    file: str = "policy.yaml"
+
+
+def _json(value: Any) -> ASGIResponse:
+    return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
+
+
+@get("/admin/policy")
+async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """The policy in force, and what became of the last edits."""
+    runtime = gateway_of(request).controller.policy
+    status = runtime.status
+    rejection = status.rejection
+    return _json(
+        {
+            "file": status.file,
+            "version": status.version,
+            "loaded_at": status.loaded_at,
+            "accepted": status.accepted,
+            "rejected": status.rejected,
+            "last_rejection": None
+            if rejection is None
+            else {"at": rejection.at, "problems": rejection.problems, "in_force": status.version},
+            "rules": [rule.name for rule in runtime.spec.rules],
+            "classes": sorted(runtime.spec.classes),
+            "text": runtime.content.decode("utf-8"),
+        }
+    )
+
+
+@get("/admin/stats")
+async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Statistics, fallbacks and events, and the health of what they come from."""
+    controller = gateway_of(request).controller
+    sync = controller.sync
+    return _json(
+        {
+            "health": controller.health(),
+            "access": gateway_of(request).access.as_dict(),
+            "policy_version": controller.policy.spec.version,
+            "fallback_count": controller.fallback_count,
+            **controller.statistics.report(controller.clock()),
+            "events": [event.as_dict() for event in controller.events],
+            "rewritten_epochs": sync.rewritten_epochs if sync else 0,
+            "own_counters": controller.statistics.book.total(),
+        }
+    )
+
+
+@get("/admin/backends")
+async def show_backends(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Every backend: where it stands, what it holds, and how it did."""
+    gateway = gateway_of(request)
+    return _json(
+        {
+            "ready": gateway.ready,
+            "required": sorted(gateway.backends.required),
+            "backends": [each.as_dict() for each in gateway.backends.all],
+        }
+    )
+
+
+@get("/admin/decisions/{request_id:str}")
+async def show_decision(request: Request[Any, Any, Any], request_id: FromPath[str]) -> ASGIResponse:
+    """Why one request was decoded as it was, by the id of its answer or by its ``x-request-id``."""
+    record = gateway_of(request).controller.decisions.find(request_id)
+    if record is None:
+        raise DecisionNotFound(
+            f"No decision on '{request_id[:200]}' is kept here: the last few thousand of this replica are."
+        )
+    return _json(record.as_dict())
+
+
+@post("/admin/policy/validate", status_code=200)
+async def validate_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """Check a policy without using it. 200 either way: ``valid`` says how it went."""
+    try:
+        body = msgspec.json.decode(await read_json(request), type=PolicyText)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"The body must be {{'policy': TEXT, 'file': NAME}}: {error}") from None
+    gateway = gateway_of(request)
+
+    def check(in_force: PolicySpec) -> tuple[str, list[str]]:
+        spec = parse_policy(body.policy.encode("utf-8", "replace"), body.file[:200])
+        return spec.version, differences(in_force, spec)
+
+    try:
+        # In a thread, and one at a time: reading YAML takes seconds for the largest, and streams go on meanwhile.
+        async with gateway.validating:
+            version, changes = await asyncio.to_thread(check, gateway.controller.policy.spec)
+    except PolicyError as error:
+        problems = [
+            {"line": each.line, "path": each.path, "message": each.message, "text": line}
+            for each, line in zip(error.problems, error.lines(), strict=True)
+        ]
+        return _json({"valid": False, "problems": problems})
+    return _json({"valid": True, "version": version, "changes": changes})
+
+
+@post("/v1/decoding/explain", status_code=200, opt=needs("inference"))
+async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """What would be done with this request now, and why. Nothing is decoded or remembered.
+
+    The body is that of a chat completion (``messages``) or of a text completion (``prompt``). It costs a tokenising, so
+    it counts as a request of its key, though no tokens, and few are made at a time.
+    """
+    gateway = gateway_of(request)
+    call = await off_the_loop(_call, await read_json(request))
+    routed = route(call, request, gateway)
+    if routed.backend is None:
+        raise refusal(call, routed, gateway)
+    refuse_early(request.scope, gateway.access)
+    ticket = gateway.explaining.admit(1)
+    try:
+        if isinstance(routed.backend, UpstreamBackend):
+            await _charge(request, gateway, ticket)
+            told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
+        else:
+            told = await _explain_here(call, routed.backend.served, routed.class_name, request, gateway, ticket)
+        return _json({**told, "routing": routed.choice.as_dict()})
+    finally:
+        ticket.close()
+
+
+async def _charge(request: Request[Any, Any, Any], gateway: GatewayState, ticket: Ticket) -> None:
+    await charge(request.scope, gateway.access, ticket, prompt_tokens=0, answer_tokens=0, named=False)
+    # Paid for, whatever becomes of it.
+    ticket.used_tokens = 0
+
+
+async def _explain_here(
+    call: Call,
+    served: ServedModel,
+    class_name: str,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    ticket: Ticket,
+) -> dict[str, Any]:
+    body, info = call.body, served.decoder.info
+    sampling = sampling_params(body, info, gateway.settings, call.logprobs)
+    plan_for(body.decoding, info)
+    await _charge(request, gateway, ticket)
+    prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)
+    for ids in prompts:
+        token_budget(
+            requested_max_tokens(body), sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field
+        )
+    planned = plan_call(call, served, class_name, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True)
+    facts = {name: getattr(planned.facts, name) for name in type(planned.facts).__slots__ if name != "request_id"}
+    live, now = gateway.controller.statistics.live, gateway.controller.clock()
+    stats = live.find(planned.facts.model, planned.facts.class_name, planned.decision.bucket)
+    return {
+        "facts": facts,
+        "decision": planned.decision.as_dict(),
+        "plan": planned.as_dict(),
+        "statistics": None if stats is None else stats.as_dict(now),
+    }
+
+
+def _call(raw: bytes) -> Call:
+    # Which of the two bodies it is must be known before it can be decoded strictly.
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = {}
+    # As everywhere, null means left out.
+    return completion_call(raw) if fields.get("prompt", _NULL) != _NULL else chat_call(raw)
+
+
+def admin_routes() -> list[HTTPRouteHandler]:
+    """The handlers of this module, for the app."""
+    return [show_policy, show_stats, show_backends, show_decision, validate_policy, explain_decoding]

@@ -1,0 +1,1 @@
+"""Training and evaluation of the classifier; the only place that needs scikit-learn."""

@@ -1,0 +1,133 @@
+"""From a request to a backend, and to the next one when that fails before it has said anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from litestar import Request
+from litestar.response.base import ASGIResponse
+
+from gateway.request_record import record_of
+from gateway.routing.choice import Candidate, Choice, choose
+from gateway.serving.pipeline import Call, Routed, answer_call, class_of
+from gateway.serving.remote_answer import HOPS_HEADER, MAX_HOPS, answer_remotely, hops_of
+from gateway.serving.state import GatewayState
+from gateway.serving.targets import Backend, EngineBackend
+from gateway.upstream.backend import UpstreamBackend
+from gateway.upstream.errors import UpstreamFailure, UpstreamUnavailable
+from gateway.upstream.payload import what_it_lacks
+from gateway.wire.errors import APIError, InvalidRequest, QueueFull, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTo:
+    """``backend`` None: nobody can take it; :func:`refusal` says so to the client."""
+
+    class_name: str
+    backend: Backend | None
+    choice: Choice
+
+
+def route(
+    call: Call,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    class_name: str | None = None,
+    failed: Mapping[str, str] | None = None,
+) -> RoutedTo:
+    """Where ``call`` would go now. ``failed``: backends that failed on it, and how. Raises ModelNotFound or, for a
+    class that there is not, InvalidRequest."""
+    backends = gateway.backends.of_model(call.body.model)
+    if class_name is None:
+        class_name = _classified(call, request, gateway)
+    hops = hops_of(request)
+    candidates = [_candidate(each, call, hops, failed or {}) for each in backends]
+    choice = choose(candidates, class_name, call.sequences)
+    return RoutedTo(class_name, None if choice.name is None else gateway.backends[choice.name], choice)
+
+
+def _classified(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> str:
+    record, began = record_of(request.scope), gateway.telemetry.clock()
+    record.model = call.body.model
+    record.class_name = class_of(call.body, gateway.controller)
+    record.classified = began, gateway.telemetry.clock()
+    hinted = call.body.decoding is not None and call.body.decoding.class_ is not None
+    if record.content is not None:
+        record.content["gen_ai.input.messages"] = call.prompt
+    record.class_source = "request" if hinted else "classifier"
+    return record.class_name
+
+
+async def dispatch(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> ASGIResponse:
+    """Answer ``call`` by the backend that suits it best.
+
+    A backend that fails before its first byte is left out and the request goes to another, at most ``retries`` times;
+    after that the client is told of the last failure. A refusal of the request itself is never tried elsewhere.
+    """
+    failed: dict[str, str] = {}
+    last: APIError | None = None
+    class_name: str | None = None
+    while True:
+        routed = route(call, request, gateway, class_name, failed)
+        class_name, backend = routed.class_name, routed.backend
+        if backend is None:
+            raise last or refusal(call, routed, gateway)
+        several = len(routed.choice.verdicts) > 1
+        why = f"backend {backend.name}: {routed.choice.reason}" if several else None
+        told = Routed(class_name, why)
+        try:
+            if isinstance(backend, EngineBackend):
+                return await answer_call(call, backend, told, request, gateway)
+            return await answer_remotely(call, backend, told, request, gateway)
+        except (UpstreamFailure, Unavailable, QueueFull) as error:
+            last = error
+            failed[backend.name] = error.code or "error"
+            # What it said or was to do is no part of the next one's answer.
+            record = record_of(request.scope)
+            record.plan, record.stats, record.first_token_at = None, None, None
+            record.output_tokens, record.finish_reasons = 0, ()
+            if gateway.admission.draining or len(failed) > gateway.backends.retries:
+                raise
+
+
+def refusal(call: Call, routed: RoutedTo, gateway: GatewayState) -> APIError:
+    """Why no backend can take ``call``, as its client should know it."""
+    model, choice = call.body.model, routed.choice
+    backends = gateway.backends.of_model(model)
+    if choice.blocked == "full":
+        # Counts its own places, so it knows best when there will be room again.
+        for each in backends:
+            try:
+                gateway.admission.admit(call.sequences, each.places).close()
+            except APIError as error:
+                return error
+    if choice.blocked == "lacks":
+        fields = [
+            name
+            for each in backends
+            if isinstance(each, UpstreamBackend)
+            for name in what_it_lacks(call.body, each.spec.dialect)
+        ]
+        return InvalidRequest(
+            f"No backend of {model} can serve this request ({choice.reason}); leave out what they can't do.",
+            param=fields[0] if fields else None,
+            code="unsupported_parameter",
+        )
+    if not any(isinstance(each, UpstreamBackend) for each in backends):
+        return Unavailable(f"The engine of {model} has stopped.")
+    waits = [each.retry_after_s for each in backends if isinstance(each, UpstreamBackend)]
+    return UpstreamUnavailable(
+        f"No backend of {model} can be asked now: {choice.reason}.",
+        headers={"retry-after": str(max(1, min(60, round(min(waits, default=1) or 1))))},
+    )
+
+
+def _candidate(backend: Backend, call: Call, hops: int, failed: Mapping[str, str]) -> Candidate:
+    candidate = backend.candidate(call.body)
+    if backend.name in failed:
+        candidate = replace(candidate, failed=failed[backend.name])
+    if hops >= MAX_HOPS and isinstance(backend, UpstreamBackend):
+        candidate = replace(candidate, lacks=f"is one gateway too many: {HOPS_HEADER} is {hops} already")
+    return candidate

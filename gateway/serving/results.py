@@ -1,0 +1,86 @@
+"""What a request's sequences produced: gathered per choice, summed for usage and for the decoding report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, TokenChunk
+from gateway.serving.generation import Generation
+from gateway.wire.responses import DecodingReport, FinishReasonOut, Usage
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """One sequence so far. ``texts`` and ``logprobs`` stay empty where the caller streams them on."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    finish_reason: FinishReasonOut = "stop"
+    deadline_hit: bool = False
+    stats: GenerationStats | None = None
+
+    def note(self, chunk: TokenChunk) -> None:
+        """Take the counts of a chunk, but not its text."""
+        self.num_tokens = chunk.num_tokens
+        if chunk.finish_reason is not None:
+            # OpenAI has no word for a deadline. The text is cut as by a limit, and the decoding report says by which.
+            self.deadline_hit = chunk.finish_reason == "deadline"
+            self.finish_reason = "stop" if chunk.finish_reason == "stop" else "length"
+            self.stats = chunk.stats
+
+    def keep(self, chunk: TokenChunk) -> None:
+        self.texts.append(chunk.text)
+        self.logprobs.extend(chunk.logprobs)
+        self.note(chunk)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+async def collect(generation: Generation, count: int) -> list[ChoiceResult]:
+    """Wait for every sequence. Raises the :class:`APIError` of the first that fails."""
+    results = [ChoiceResult() for _ in range(count)]
+    async for index, chunk in generation.chunks():
+        results[index].keep(chunk)
+    return results
+
+
+def usage(prompt_tokens: int, results: Sequence[ChoiceResult]) -> Usage:
+    completion_tokens = sum(result.num_tokens for result in results)
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+
+def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> DecodingReport:
+    """What was done, from the plan and the engine's counts summed over all sequences."""
+    stats = [result.stats for result in results if result.stats is not None]
+    steps = sum(each.steps for each in stats)
+    emitted = sum(each.emitted_tokens for each in stats)
+    # A sequence's speedup counts by its steps, as steps are what time is spent on.
+    weighted = sum(each.speedup_estimate * each.steps for each in stats)
+    method: Literal["medusa", "vanilla"] = "medusa" if any(each.method == "medusa" for each in stats) else "vanilla"
+    # An engine goes on from the plan's reason.
+    reasons = [plan.reason, *(each.reason.removeprefix(plan.reason).removeprefix("; ") for each in stats)]
+    if any(result.deadline_hit for result in results):
+        reasons.append("cut at its deadline")
+    if plan.adapted_from:
+        reasons.append(f"this model was adapted from {plan.adapted_from}: its answers are its own")
+    return DecodingReport(
+        method=method if stats else plan.method,
+        heads=max((each.num_heads for each in stats), default=plan.num_heads),
+        nodes=max((each.max_nodes for each in stats), default=0),
+        steps=steps,
+        accepted_tokens_per_step=round(emitted / steps, 4) if steps else 0.0,
+        drafted_tokens=sum(each.drafted_tokens for each in stats),
+        accepted_draft_tokens=sum(each.accepted_draft_tokens for each in stats),
+        accepted_lookup_tokens=sum(each.accepted_lookup_tokens for each in stats),
+        speedup_estimate=round(weighted / steps, 4) if steps else 1.0,
+        lossless=plan.acceptance == "exact" and all(each.lossless for each in stats),
+        reason="; ".join(dict.fromkeys(reason for reason in reasons if reason)),
+        rule=plan.rule,
+        policy_version=plan.policy_version,
+        adapted_from=plan.adapted_from or None,
+    )

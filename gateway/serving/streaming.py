@@ -1,0 +1,211 @@
+"""Server-sent events. At thousands of chunks a second, what is the same in every event of a stream is encoded once."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from litestar.response.streaming import ASGIStreamingResponse
+
+from backends.types import DecodingPlan, TokenChunk
+from gateway.serving.generation import Generation
+from gateway.serving.results import ChoiceResult, decoding_report, usage
+from gateway.wire.errors import APIError, handle_unexpected
+from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
+from telemetry.request import RequestRecord
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # nginx would otherwise hold events back until its buffer is full.
+    "x-accel-buffering": "no",
+}
+
+_encode = msgspec.json.encode
+T = TypeVar("T")
+
+
+class ChoiceWriter(Protocol):
+    """How an endpoint writes what is inside ``choices: [{"index": i, ...}]`` of a chunk."""
+
+    def opening(self) -> bytes | None:
+        """The inside of a choice's first event, if it has one of its own."""
+        ...
+
+    def delta(self, chunk: TokenChunk) -> bytes: ...
+
+    def finish(self, finish_reason: str) -> bytes: ...
+
+
+class ChatChoiceWriter:
+    """``delta`` objects of chat.completion.chunk."""
+
+    def opening(self) -> bytes:
+        return b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+
+    def delta(self, chunk: TokenChunk) -> bytes:
+        logprobs = _encode(chat_logprobs(chunk.logprobs)) if chunk.logprobs else b"null"
+        return b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
+
+    def finish(self, finish_reason: str) -> bytes:
+        return b'"delta":{},"logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+
+
+class CompletionChoiceWriter:
+    """``text`` of text_completion chunks."""
+
+    def __init__(self) -> None:
+        self._logprobs = CompletionLogprobsWriter()
+
+    def opening(self) -> None:
+        return None
+
+    def delta(self, chunk: TokenChunk) -> bytes:
+        logprobs = _encode(self._logprobs.write(chunk.logprobs)) if chunk.logprobs else b"null"
+        return b'"text":%b,"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
+
+    def finish(self, finish_reason: str) -> bytes:
+        return b'"text":"","logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+
+
+class StreamWriter:
+    """Turns the chunks of one request into events. Holds the running results, for usage and the decoding report."""
+
+    def __init__(
+        self,
+        *,
+        response_id: str,
+        object_name: str,
+        created: int,
+        model: str,
+        include_usage: bool,
+        continuous_usage: bool,
+        prompt_tokens: int,
+        plan: DecodingPlan,
+        writers: list[ChoiceWriter],
+    ) -> None:
+        same = {"id": response_id, "object": object_name, "created": created, "model": model}
+        self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
+        # With include_usage, OpenAI sends "usage": null in every event but the last; vLLM, asked for
+        # continuous_usage_stats, sends what is used so far instead.
+        self._constant_closing = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
+        self._continuous_usage = continuous_usage
+        self._indexed = [self._head + b'{"index":%d,' % i for i in range(len(writers))]
+        self._include_usage = include_usage
+        self._prompt_tokens = prompt_tokens
+        self._plan = plan
+        self._writers = writers
+        self._opened = [False] * len(writers)
+        self._results = [ChoiceResult() for _ in writers]
+
+    def event(self, index: int, chunk: TokenChunk, *, last: bool) -> bytes:
+        """The events of one chunk, joined; empty if it has nothing to show. ``last``: every sequence has finished."""
+        writer, head = self._writers[index], self._indexed[index]
+        out = b""
+        if not self._opened[index]:
+            self._opened[index] = True
+            if (opening := writer.opening()) is not None:
+                out = head + opening + self._closing()
+        self._results[index].note(chunk)
+        closing = self._closing()
+        if chunk.text or chunk.logprobs:
+            out += head + writer.delta(chunk) + closing
+        if chunk.finish_reason is not None:
+            finish = head + writer.finish(self._results[index].finish_reason)
+            if not last or self._include_usage:
+                out += finish + closing
+            else:
+                out += finish + closing[:-3] + b',"decoding":%b}\n\n' % self._report()
+            if last and self._include_usage:
+                out += self._head + b'],"usage":%b,"decoding":%b}\n\n' % (self._usage(), self._report())
+        return out
+
+    def _closing(self) -> bytes:
+        """What ends an event with a choice."""
+        return b'}],"usage":%b}\n\n' % self._usage() if self._continuous_usage else self._constant_closing
+
+    def _usage(self) -> bytes:
+        return _encode(usage(self._prompt_tokens, self._results))
+
+    def _report(self) -> bytes:
+        return _encode(decoding_report(self._plan, self._results))
+
+
+async def events(
+    first: tuple[int, TokenChunk],
+    rest: AsyncIterator[tuple[int, TokenChunk]],
+    writer: StreamWriter,
+    generation: Generation,
+) -> AsyncGenerator[bytes, None]:
+    """The whole stream. A failure after the first byte can only be told inside it: an ``error`` event, then the end."""
+    try:
+        index, chunk = first
+        yield writer.event(index, chunk, last=generation.unfinished == 0)
+        async for index, chunk in rest:
+            if out := writer.event(index, chunk, last=generation.unfinished == 0):
+                yield out
+    except APIError as error:
+        yield b"data: %b\n\n" % error.body()
+    except Exception as error:
+        yield b"data: %b\n\n" % handle_unexpected(error, "a stream").body()
+    finally:
+        generation.close()
+    yield DONE
+
+
+async def noting_failure(chunks: AsyncGenerator[T, None], record: RequestRecord) -> AsyncGenerator[T, None]:
+    """The same chunks. A stream that breaks has its status already: only its record can still say so."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except APIError as error:
+        record.error = error.code or error.type
+        raise
+
+
+_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+
+
+def in_one_line(events: bytes) -> bytes:
+    """The same events, with those characters escaped that many readers of lines take for the end of one.
+
+    The standard's lines of events end with CR and LF only, and JSON may hold U+2028, U+2029 and U+0085 as they are; but
+    Python's ``splitlines`` cuts there, in the middle of the JSON. Outside its strings JSON has no such characters.
+    """
+    for raw, escaped in _LINE_ENDS:
+        if raw in events:
+            events = events.replace(raw, escaped)
+    return events
+
+
+class _InOneLine:
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        self._events = events
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        return in_one_line(await anext(self._events))
+
+
+class EventStream(ASGIStreamingResponse):
+    """Litestar's streaming response (what its ``Stream`` sends), which also calls ``close`` whatever happens.
+
+    The generator's own ``finally`` is not enough: a client that leaves before the first event is asked for leaves a
+    generator that never started, and those run no ``finally``.
+    """
+
+    def __init__(self, iterator: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__(
+            iterator=_InOneLine(iterator), headers=HEADERS, media_type="text/event-stream", status_code=200
+        )
+        self._close = close
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()

@@ -1,0 +1,1 @@
+"""Strict YAML files: reading, fields, problems with line and path, watching for edits."""

@@ -1,0 +1,1 @@
+"""The policy file: its format and its alerts."""

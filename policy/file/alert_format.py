@@ -1,0 +1,128 @@
+"""The part of the policy file about alerts: its fields, and what in them must fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from policy.alerts import ACTIONS, FIGURES, AlertRule, Receiver
+from policy.config.fields import Block, Choice, Duration, ManyOf, Name, Number
+from policy.config.parts import LABEL, PATTERN, Part, complain_at, refuse_repeated_name, refuse_unknown_classes
+from policy.config.problems import did_you_mean
+from policy.config.yaml_source import Source
+
+_VARIABLE = Name(r"[A-Za-z_][A-Za-z0-9_]{0,127}", "the name of an environment variable")
+_URL = Name(
+    r"https?://[^\s/?#@]+(/\S*)?", "an http or https URL; one with a secret in it belongs in 'url_env'", secret=True
+)
+
+ALERT = Block(
+    {
+        "name": LABEL,
+        "metric": Choice(tuple(FIGURES)),
+        "below": Number(0, 1e9),
+        "above": Number(0, 1e9),
+        "for": Duration(0, 86_400),
+        "keep": Duration(0, 86_400),
+        "severity": Choice(("info", "warning", "critical")),
+        "class": ManyOf(LABEL),
+        "model": ManyOf(PATTERN),
+        "head": Number(1, 64, whole=True),
+        "actions": ManyOf(Choice(ACTIONS)),
+        "notify": ManyOf(LABEL),
+        "summary": Name(r"[^\n]{1,300}", "one line of text"),
+    },
+    "an alert",
+    required=("name", "metric"),
+    about="Pending while the figure is past its limit, firing after 'for' of that, resolved after 'keep' without.",
+)
+RECEIVER = Block(
+    {
+        "kind": Choice(("alertmanager", "webhook")),
+        "url": _URL,
+        "url_env": _VARIABLE,
+        "token_env": _VARIABLE,
+        "repeat": Duration(1, 604_800),
+        "timeout": Duration(0.1, 60),
+    },
+    "the fields of a receiver",
+    required=("kind",),
+    about="Where alerts are posted. url_env and token_env name environment variables, which keeps secrets out of here.",
+)
+ALERTMANAGER_REPEAT_S = 60.0
+
+
+def assemble_receivers(source: Source, parts: Mapping[str, Part]) -> dict[str, Receiver]:
+    receivers: dict[str, Receiver] = {}
+    for name, part in parts.items():
+        given = part.given
+        if not part.refused(source) and ("url" in given) == ("url_env" in given):
+            source.complain(part.node, part.path, "give either url, or url_env: the environment variable that holds it")
+        kind = given.get("kind", "webhook")
+        own = Receiver(name, kind, repeat_s=ALERTMANAGER_REPEAT_S) if kind == "alertmanager" else Receiver(name)
+        receivers[name] = Receiver(
+            name,
+            kind,
+            url=given.get("url"),
+            url_env=given.get("url_env"),
+            token_env=given.get("token_env"),
+            repeat_s=given.get("repeat", own.repeat_s),
+            timeout_s=given.get("timeout", own.timeout_s),
+        )
+    return receivers
+
+
+def assemble_alerts(
+    source: Source, parts: tuple[Part, ...], classes: set[str], receivers: Mapping[str, Receiver]
+) -> tuple[AlertRule, ...]:
+    alerts: list[AlertRule] = []
+    names: set[str] = set()
+    for part in parts:
+        refuse_unknown_classes(source, part, part.given.get("class", ()), classes, "class")
+        refuse_repeated_name(source, part, names, "alert")
+        limits = {"below", "above"} & part.named
+        if len(limits) == 2 or (not limits and not part.refused(source)):
+            source.complain(part.node, part.path, "give either below or above: the limit that the metric crosses")
+        alert = _alert(part.given)
+        if alert.metric:
+            _refuse_contradictions(source, part, alert)
+        for name in alert.notify:
+            if name not in receivers:
+                hint = did_you_mean(name, receivers) if receivers else "add it under 'receivers'"
+                complain_at(source, part, "notify", f"there is no receiver '{name}'; {hint}")
+        alerts.append(alert)
+        names.add(alert.name)
+    return tuple(alerts)
+
+
+def _refuse_contradictions(source: Source, part: Part, alert: AlertRule) -> None:
+    given, figure = part.given, alert.figure
+    if "class" in given and figure.scope != "class":
+        complain_at(source, part, "class", f"{alert.metric} is not measured by class; remove 'class'")
+    if "model" in given and figure.scope == "fleet":
+        complain_at(source, part, "model", f"{alert.metric} is not measured by model; remove 'model'")
+    if "head" in given and not figure.by_head:
+        complain_at(source, part, "head", f"{alert.metric} is not measured by head; remove 'head'")
+    if "fall_back" in alert.actions and figure.scope == "fleet":
+        complain_at(source, part, "actions", f"fall_back needs a class or a model, which {alert.metric} has not")
+    if "notify" in given and "webhook" not in alert.actions:
+        complain_at(source, part, "notify", "has no effect without the action webhook; add it or remove 'notify'")
+
+
+def _alert(given: Mapping[str, Any]) -> AlertRule:
+    own = AlertRule("", "")
+    return AlertRule(
+        name=given.get("name", ""),
+        metric=given.get("metric", ""),
+        below=given.get("below"),
+        above=given.get("above"),
+        for_s=given.get("for", own.for_s),
+        keep_s=given.get("keep", own.keep_s),
+        severity=given.get("severity", own.severity),
+        classes=given.get("class", ()),
+        models=given.get("model", ()),
+        head=given.get("head", own.head),
+        actions=given.get("actions", own.actions),
+        notify=given.get("notify", ()),
+        summary=given.get("summary", ""),
+    )

@@ -1,0 +1,1 @@
+"""What replicas share: the Redis client, the embedded Valkey, stores on it."""

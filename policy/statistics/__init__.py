@@ -1,0 +1,1 @@
+"""Live acceptance statistics: raw counts, windows, estimates, their exchange between replicas."""
