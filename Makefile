@@ -48,7 +48,7 @@ typecheck: $(VENV)/.installed-test
 # Programs that some tests run (prometheus, alertmanager, haproxy): from Debian's archive into the user's cache, without
 # root. Where they can't be had, those tests are skipped and say why.
 tools: $(VENV)/.installed-test
-	@$(BIN)/python -m tests.debian || echo "tests that need these will be skipped"
+	@$(BIN)/python -m tests.support.debian || echo "tests that need these will be skipped"
 
 test: lint typecheck model tools
 	$(BIN)/pytest
@@ -58,18 +58,18 @@ test-gpu: $(VENV)/.installed-test
 
 # Builds the kernels with gcc's sanitizers and their own assertions (MG_CHECKED); under 3 minutes on two cores.
 test-sanitize: $(VENV)/.installed-test
-	$(BIN)/python -m tests.sanitize
+	$(BIN)/python -m tests.support.sanitize
 
 # Three replicas behind a real haproxy on one Redis: kill, drain, restart Redis, cut one off. DRILL="--json --seconds 10"
 drill: $(VENV)/.installed-test
-	$(BIN)/python -m tests.drill $(DRILL)
+	$(BIN)/python -m tests.drills.drill $(DRILL)
 
 demo-alert: model $(VENV)/.installed-test
-	@$(BIN)/python -m tests.demo_alert
+	@$(BIN)/python -m tests.drills.demo_alert
 
 # DEMO="--concurrency 2 --pairs 12"
 demo-fallback: model $(VENV)/.installed-test
-	@$(BIN)/python -m tests.demo_fallback $(DEMO)
+	@$(BIN)/python -m tests.drills.demo_fallback $(DEMO)
 
 bench: setup
 	$(BIN)/medusa-gateway bench

@@ -1,0 +1,87 @@
+"""Models, health, request ids and the OpenAPI document."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from gateway.api.openapi import openapi_document
+from tests.support.fakes import FakeDecoder
+from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Iterator[LiveGateway]:
+    with running_gateway(new_id=lambda: "made-here") as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def http(gateway: LiveGateway) -> Iterator[httpx.Client]:
+    yield gateway.http
+
+
+def test_models(gateway: LiveGateway) -> None:
+    models = list(gateway.client.models.list())
+    assert [model.id for model in models] == [MODEL]
+    assert models[0] == gateway.client.models.retrieve(MODEL)
+    assert models[0].to_dict()["num_heads"] == 4
+
+
+def test_an_unknown_model(gateway: LiveGateway) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        gateway.client.models.retrieve("nope")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_model_with_a_slash_in_its_name() -> None:
+    with running_gateway(decoder=FakeDecoder(name="org/model")) as live:
+        assert live.http.get("/v1/models/org/model").json()["id"] == "org/model"
+        assert live.http.get("/v1/models/org%2Fmodel").json()["id"] == "org/model"
+
+
+def test_health_and_pointer(http: httpx.Client) -> None:
+    assert http.get("/healthz").json() == {"status": "ok", "degraded": [], "heads_stale": []}
+    assert http.get("/readyz").json() == {"status": "ok", "degraded": [], "heads_stale": []}
+    pointer = http.get("/").json()
+    assert pointer["models"] == [MODEL]
+    assert http.get(pointer["openapi"]).json()["openapi"] == "3.1.0"
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/nowhere", "/v1/models/nope"])
+def test_a_request_id_comes_back(http: httpx.Client, path: str) -> None:
+    assert http.get(path, headers={"x-request-id": "abc-123:x/y"}).headers["x-request-id"] == "abc-123:x/y"
+    assert http.get(path).headers["x-request-id"] == "made-here"
+
+
+@pytest.mark.parametrize("given", [b"", b"with space", b"x" * 129, b"caf\xc3\xa9", b"<script>", b'a"b'])
+def test_a_doubtful_request_id_is_replaced(http: httpx.Client, given: bytes) -> None:
+    assert http.get("/healthz", headers={b"x-request-id": given}).headers["x-request-id"] == "made-here"
+
+
+def test_refused_and_streamed_responses_have_a_request_id(http: httpx.Client) -> None:
+    body = {"model": MODEL, "prompt": "x", "stream": True}
+    assert http.post("/v1/completions", json=body, headers={"x-request-id": "s"}).headers["x-request-id"] == "s"
+    assert http.post("/v1/completions", json={}, headers={"x-request-id": "r"}).headers["x-request-id"] == "r"
+
+
+def test_openapi_describes_what_is_checked() -> None:
+    document = openapi_document(["a", "b"])
+    schema = document["components"]["schemas"]["ChatCompletionRequest"]
+    assert schema["additionalProperties"]["type"] == "null"
+    assert schema["properties"]["model"]["enum"] == ["a", "b"]
+    assert schema["properties"]["tools"]["enum"] == [None, []]
+    assert {"type": "number", "minimum": 0, "maximum": 2} in schema["properties"]["temperature"]["anyOf"]
+
+
+@pytest.mark.parametrize(
+    "module", ["gateway", "gateway.http.app", "gateway.http.server", "gateway.cli", "gateway.commands.serve"]
+)
+def test_the_gateway_does_not_import_torch(module: str) -> None:
+    check = f"import {module}, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+    assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
