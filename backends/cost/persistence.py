@@ -39,26 +39,31 @@ class CostKeeping:
     _kept: CostRecord | None = None
 
     def open(self, probe: Probe) -> CostRecord:
-        """The table to start with: the newest that is kept for this device and holds on it, else one measured now."""
-        if not self.measure_anew and (record := self._find()) is not None:
-            verdict = judge(record.cost, probe.check())
+        """The table to start with: the newest that is kept for this device and holds on it, else one measured now.
+
+        A busy machine says little: the kept table is used if the new measurement is no better than a glance.
+        """
+        kept = None if self.measure_anew else self._find()
+        if kept is not None:
+            verdict = judge(kept.cost, probe.check())
             if verdict.trusted:
-                hours = max(self.wall_clock() - record.measured_at, 0.0) / 3600
+                hours = max(self.wall_clock() - kept.measured_at, 0.0) / 3600
                 log.info("cost table of %.1f h ago taken over: %s", hours, verdict.reason)
-                self._save(record)
-                return record
+                self._save(kept)
+                return kept
             log.warning("the cost table that was kept does not hold, it is measured again: %s", verdict.reason)
         measured = probe.measure()
-        record = CostRecord(self.facts, self.wall_clock(), measured.cost)
-        if measured.restless:
-            log.warning(
-                "the cost table was measured in a busy moment, or in part for want of time; it is used, but not kept "
-                "for the next start"
-            )
-        else:
+        if not measured.restless:
             log.info("cost table measured")
+            record = CostRecord(self.facts, self.wall_clock(), measured.cost)
             self._save(record)
-        return record
+            return record
+        why = "the cost table was measured in a busy moment, or in part for want of time"
+        if kept is not None:
+            log.warning("%s; the kept one is used after all", why)
+            return kept
+        log.warning("%s; it is used, but not kept for the next start", why)
+        return CostRecord(self.facts, self.wall_clock(), measured.cost)
 
     def refine(self, factors: Mapping[int, float]) -> bool:
         """Keep what serving has taught, if it is news; whether it was. Blocks as long as the stores do."""

@@ -199,6 +199,16 @@ def test_what_is_measured_in_a_busy_moment_is_used_and_not_kept(caplog: pytest.L
     assert "busy moment" in caplog.text
 
 
+def test_in_a_busy_moment_the_kept_table_is_used_although_it_does_not_hold(caplog: pytest.LogCaptureFixture) -> None:
+    shelf = Shelf({key_of(FACTS): record().text()})
+    table = keeping(shelf)
+    found = table.open(ScriptedProbe(speed=90.0, busy=True))
+    assert found.cost == TABLE
+    assert "the kept one is used after all" in caplog.text
+    assert not table.refine({1: 1.4}), "what such a moment teaches is not kept"
+    assert read_record(shelf.texts[key_of(FACTS)], FACTS, NOW) == record()
+
+
 def test_measuring_anew_looks_at_nothing_and_replaces_it() -> None:
     old = record(NOW - 60, replace(TABLE, heads=()))
     shelf, probe = Shelf({key_of(FACTS): old.text()}), ScriptedProbe()
