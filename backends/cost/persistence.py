@@ -41,7 +41,7 @@ class CostKeeping:
     def open(self, probe: Probe) -> CostRecord:
         """The table to start with: the newest that is kept for this device and holds on it, else one measured now.
 
-        A busy machine says little: the kept table is used if the new measurement is no better than a glance.
+        A busy machine says little: what was kept is then better than what is measured.
         """
         kept = None if self.measure_anew else self._find()
         if kept is not None:
@@ -53,16 +53,18 @@ class CostKeeping:
                 return kept
             log.warning("the cost table that was kept does not hold, it is measured again: %s", verdict.reason)
         measured = probe.measure()
-        if not measured.restless:
+        if measured.worth_keeping:
             log.info("cost table measured")
             record = CostRecord(self.facts, self.wall_clock(), measured.cost)
             self._save(record)
             return record
-        why = "the cost table was measured in a busy moment, or in part for want of time"
-        if kept is not None:
-            log.warning("%s; the kept one is used after all", why)
+        if kept is not None and measured.restless:
+            log.warning("the cost table was measured in a busy moment; the kept one is used after all")
             return kept
-        log.warning("%s; it is used, but not kept for the next start", why)
+        log.warning(
+            "the cost table was measured in a busy moment, or in part for want of time; it is used, but not kept "
+            "for the next start"
+        )
         return CostRecord(self.facts, self.wall_clock(), measured.cost)
 
     def refine(self, factors: Mapping[int, float]) -> bool:

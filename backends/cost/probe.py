@@ -33,10 +33,16 @@ _CHECKS = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``restless``: not to be believed by others, or later; the machine was too busy, or too slow for all of it."""
+    """``complete``: there was time for all sizes. ``restless``: the machine was too busy for the times to mean much."""
 
     cost: StepCost
+    complete: bool
     restless: bool
+
+    @property
+    def worth_keeping(self) -> bool:
+        """To be believed by others, and later."""
+        return self.complete and not self.restless
 
 
 @dataclass(slots=True)
@@ -74,7 +80,7 @@ class CostProbe:
         times = forward.times()
         table = completed(smoothed(medians(dict(sorted(times.items())))), sizes)
         cost = StepCost.from_measurements(table, self._heads_points(heads))
-        return Measured(cost, not complete or restless(times))
+        return Measured(cost, complete, restless(times))
 
     def measure_heads(self) -> list[tuple[int, float]]:
         """Milliseconds of the heads by number of sequences; empty without heads."""

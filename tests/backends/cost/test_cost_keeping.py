@@ -41,7 +41,7 @@ class ScriptedProbe:
 
     def measure(self) -> Measured:
         self.measured += 1
-        return Measured(StepCost(tuple((n, ms * self.speed) for n, ms in TABLE.rows), TABLE.heads), self.busy)
+        return Measured(StepCost(tuple((n, ms * self.speed) for n, ms in TABLE.rows), TABLE.heads), True, self.busy)
 
     def check(self) -> list[tuple[int, float]]:
         self.checked += 1

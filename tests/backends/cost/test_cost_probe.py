@@ -68,7 +68,7 @@ def test_measuring_ends_in_time_on_any_machine(step_s: float, row_s: float, head
     times = [measured.cost.forward_ms(rows) for rows in range(1, 200)]
     assert times == sorted(times) and times[0] == pytest.approx(runner.seconds(1) * 1e3)
     if not set(ROWS) <= set(runner.rows):
-        assert measured.restless
+        assert not measured.worth_keeping
 
 
 @settings(max_examples=30)
@@ -83,7 +83,7 @@ def test_a_busy_machine_gets_little_more(step_s: float, row_s: float, rng: Any) 
 def test_a_fast_machine_measures_all_and_keeps_it() -> None:
     runner = SlowRunner(0.004, 0.0005, 0.0001)
     measured = runner.probe().measure()
-    assert not measured.restless and runner.now <= MEASURE_S
+    assert measured.worth_keeping and runner.now <= MEASURE_S
     for rows in (1, 6, 16, 128):
         assert measured.cost.forward_ms(rows) == pytest.approx(runner.seconds(rows) * 1e3)
     assert measured.cost.heads_ms(4) == pytest.approx(0.4)
@@ -92,7 +92,7 @@ def test_a_fast_machine_measures_all_and_keeps_it() -> None:
 def test_few_rows_come_first_and_what_is_left_out_is_dear() -> None:
     runner = SlowRunner(0.2, 0.1)
     measured = runner.probe().measure()
-    assert measured.restless
+    assert not measured.complete
     assert {1, 2, 4, 8} <= set(runner.rows) and 128 not in runner.rows
     assert measured.cost.forward_ms(3) == pytest.approx(500.0)
     assert measured.cost.forward_ms(128) >= runner.seconds(128) * 1e3
