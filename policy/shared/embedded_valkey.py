@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from policy.shared.redis_client import RedisTarget
-from policy.shared.store import RedisStore
+from policy.statistics.store import RedisStore
 
 # Counters and the prior are small: written to disk at most once a minute, and at the end. No TCP port is opened.
 _CONFIG = """

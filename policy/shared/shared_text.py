@@ -1,6 +1,6 @@
 """One small text that all replicas share, changed by compare-and-swap: what the alerts of a fleet are agreed on with.
 
-Nothing here runs on a request's path. A call that fails raises :class:`policy.shared.store.StoreUnavailable`.
+Nothing here runs on a request's path. A call that fails raises :class:`policy.statistics.store.StoreUnavailable`.
 """
 
 from __future__ import annotations

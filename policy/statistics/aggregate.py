@@ -11,12 +11,12 @@ from typing import Any
 
 from backends.types import DecodeCounters
 from policy.fallback import FallbackState, Transition, advance, evidence_span
-from policy.shared.store import Prior, Register
 from policy.spec import PolicySpec
 from policy.statistics.counters import StatsKey, Tally, added_since
 from policy.statistics.epoch_book import EpochBook
 from policy.statistics.estimate import Estimate
 from policy.statistics.snapshot import LiveStats, live_stats
+from policy.statistics.store import Prior, Register
 from policy.statistics.window import Window
 
 SPAN_OF_REPORT_S = 60.0

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backends.types import DecodeCounters
-from policy.shared.store import MemoryStore, Prior, Register, StatsStore, StoreUnavailable
 from policy.statistics.aggregate import Statistics, fold
 from policy.statistics.epoch_book import EPOCH_S, epoch_of
+from policy.statistics.store import MemoryStore, Prior, Register, StatsStore, StoreUnavailable
 
 READ_EPOCHS = 12
 """Two minutes: what a starting replica takes over, and how long a closed epoch waits at most to be folded."""

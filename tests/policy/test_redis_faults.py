@@ -18,7 +18,7 @@ from policy.limits.limiter import Grant, Limiter
 from policy.limits.redis_buckets import LimitsUnavailable, Order, RedisLimits
 from policy.shared.embedded_valkey import EmbeddedServer
 from policy.shared.redis_client import connect, parse_redis_url
-from policy.shared.store import RedisStore, StoreUnavailable
+from policy.statistics.store import RedisStore, StoreUnavailable
 from tests.policy.test_policy_store import KEY, ValkeyProcess
 
 PATIENCE_S = 30.0
