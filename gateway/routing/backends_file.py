@@ -145,7 +145,7 @@ _TOP: dict[str, dict[str, Any]] = {
 def parse_backends(content: bytes, file: str) -> BackendsSpec:
     """Read a backends file; relative paths in it start at its folder.
 
-    Raises :class:`PolicyError` with every problem that was found, each with line, path and fix.
+    Raises :class:`ConfigError` with every problem that was found, each with line, path and fix.
     """
     folder = Path(file).parent
     return read_file(
@@ -167,11 +167,7 @@ def json_schema() -> dict[str, Any]:
 
 def _read(source: Source, root: yaml.Node, folder: Path) -> BackendsSpec:
     nodes = source.known_items(root, "a backends file", _TOP)
-    version = Number(FORMAT_VERSION, FORMAT_VERSION, whole=True)
-    if "version" in nodes:
-        version.read(source, nodes["version"], "version")
-    else:
-        source.complain(root, "version", f"is missing; start the file with 'version: {FORMAT_VERSION}'")
+    source.check_version(root, nodes, FORMAT_VERSION)
     retries = Number(0, 10, whole=True).read(source, nodes["retries"], "retries") if "retries" in nodes else None
     backends: list[BackendSpec] = []
     if "backends" in nodes:

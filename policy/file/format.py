@@ -24,6 +24,7 @@ from policy.config.parts import (
     refuse_unknown_classes,
     value_node,
 )
+from policy.config.problems import PolicyError
 from policy.config.yaml_source import Source, join, read_file
 from policy.file.alert_format import ALERT, RECEIVER, assemble_alerts, assemble_receivers
 from policy.file.reach import unreachable
@@ -119,7 +120,11 @@ class _Document:
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
     """Read a policy. Raises :class:`PolicyError` with every problem that was found."""
-    return read_file(content, file, lambda source, root: _assemble(source, _read(source, root), _version_of(content)))
+
+    def read(source: Source, root: yaml.Node) -> PolicySpec:
+        return _assemble(source, _read(source, root), _version_of(content))
+
+    return read_file(content, file, read, what="policy", shortest="version: 1", error_type=PolicyError)
 
 
 def default_policy() -> bytes:
@@ -153,14 +158,7 @@ def _version_of(content: bytes) -> str:
 
 def _read(source: Source, root: yaml.Node) -> _Document:
     nodes = source.known_items(root, "a policy", _TOP)
-    if "version" in nodes:
-        version = source.scalar(nodes["version"], "version", f"{FORMAT_VERSION}")
-        if version is not None and (version != FORMAT_VERSION or isinstance(version, (bool, float))):
-            source.complain(
-                nodes["version"], "version", f"this gateway reads version {FORMAT_VERSION}, not {version!r}"
-            )
-    elif isinstance(root, yaml.MappingNode):
-        source.complain(root, "version", f"is missing; start the file with 'version: {FORMAT_VERSION}'")
+    source.check_version(root, nodes, FORMAT_VERSION)
     empty = Part({}, root, "defaults")
     return _Document(
         defaults=read_part(source, _SETTINGS, nodes["defaults"], "defaults") if "defaults" in nodes else empty,
