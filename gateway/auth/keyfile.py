@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from policy.config.fields import Block, Choice, Flag, Kind, ManyOf, Name, Number
+from policy.config.fields import Block, Flag, Kind, ManyOf, Name, Number, OneOf
 from policy.config.problems import ConfigError
 from policy.config.yaml_source import Source, join, read_file
 from policy.limits.arithmetic import MOST_PER_MINUTE, KeyLimits
@@ -145,7 +145,7 @@ _LIMITS = Block(
 _FIELDS: dict[str, Kind] = {
     "name": Name(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}", "a name of letters, digits, '_', '.', '@' and '-'"),
     "hash": ManyOf(_Digest()),
-    "scopes": ManyOf(Choice(SCOPES)),
+    "scopes": ManyOf(OneOf(SCOPES)),
     "expires": _Instant(),
     "disabled": Flag(),
     "limits": _LIMITS,

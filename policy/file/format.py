@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree
-from policy.config.fields import Block, Choice, Duration, Flag, Kind, ManyOf, Number, Share, Tree
+from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Number, OneOf, Share, Tree
 from policy.config.parts import (
     LABEL,
     PATTERN,
@@ -74,12 +74,12 @@ _TEMPERATURE = Block(
     about="Clamping changes answers: it is done only where this is set, and shown in every decision.",
 )
 _RULE_FIELDS: dict[str, Kind] = {
-    "method": Choice(("auto", "medusa", "vanilla")),
+    "method": OneOf(("auto", "medusa", "vanilla")),
     "heads": _bounds(1, MAX_DEPTH, "How many Medusa heads may be used."),
     "nodes": _bounds(0, MAX_NODES, "Candidate nodes per step and sequence."),
     "depth": Number(1, MAX_DEPTH, whole=True),
     "tree": Tree(),
-    "acceptance": Choice(("exact", "typical")),
+    "acceptance": OneOf(("exact", "typical")),
     "temperature": _TEMPERATURE,
     "deadline": Duration(0.001, 86_400),
     "client_override": Flag(),
@@ -93,7 +93,7 @@ _WHEN = Block(
         "class": ManyOf(LABEL),
         "model": ManyOf(PATTERN),
         "tenant": ManyOf(PATTERN),
-        "turn": Choice(("first", "later")),
+        "turn": OneOf(("first", "later")),
         "prompt_tokens": _range(0, 2**31, whole=True),
         "temperature": _range(0, 2),
         "load": _range(0, 1000),
