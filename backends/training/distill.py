@@ -124,6 +124,14 @@ def read_own_answers(backbone: Backbone, files: Sequence[Path], log: Callable[[s
     return read_answers(files, vocab_size=backbone.vocab_size, max_length=longest, log=log)
 
 
+def held_out_answers(backbone: Backbone, files: Sequence[Path], log: Callable[[str], object]) -> list[Answer]:
+    """What heads are evaluated on: the share that training leaves out. Raises :class:`AnswersError` if it is empty."""
+    held_out = [answer for answer in read_own_answers(backbone, files, log) if answer.held_out]
+    if not held_out:
+        raise AnswersError("none of these answers is in the held-out 5%; bring more")
+    return held_out
+
+
 def _check_prompts(path: Path, *, to_answer: bool) -> None:
     """Raises :class:`AnswersError`, and :class:`TrainingError` when the ids tell that training could not go on."""
     prompts = read_prompts(path)
@@ -172,18 +180,6 @@ def evaluate_and_save(
     save_heads(saved, run.out, config=config)
     write_model_card(run.out)
     return report
-
-
-def evaluate_folder(
-    backbone: Backbone, folder: Path, answer_files: Sequence[Path], work_dir: Path, *, log: Callable[[str], object]
-) -> EvaluationReport:
-    """Evaluate a heads folder on the held-out share of ``answer_files``; the backbone runs over that share only."""
-    heads = load_heads(folder, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
-    held_out = [answer for answer in read_own_answers(backbone, answer_files, log) if answer.held_out]
-    if not held_out:
-        raise AnswersError("none of these answers is in the held-out 5%; bring more")
-    states = collect_states(backbone, held_out, work_dir, log=log)
-    return evaluate(heads, OutputProjection.of_model(backbone.model, heads.draft_token_ids), states)
 
 
 def collect_states(
