@@ -19,7 +19,8 @@ from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import read_prompts
 from backends.training.data.cleaning import CleaningOptions
 from backends.training.data.dataset import Answer, AnswersError, read_answers
-from backends.training.distill import AnswerOptions, TrainingRun, answer_prompts, held_out_answers, training_states
+from backends.training.distill import AnswerOptions, TrainingRun, answer_prompts, training_states
+from backends.training.states import held_out_answers
 from backends.training.trainer import TrainingOptions
 from gateway.classifier import PromptClassifier
 from gateway.classifier.training.dataset import DataError, read_examples

@@ -81,7 +81,7 @@ def _prompts_and_answers(
     from backends.bench.prompts import PROMPTS
     from backends.training.data.answers import read_prompts
     from backends.training.data.dataset import Answer
-    from backends.training.distill import held_out_answers
+    from backends.training.states import held_out_answers
 
     if args.answers:
         held_out = held_out_answers(backbone, args.answers, log)
