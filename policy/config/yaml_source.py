@@ -140,7 +140,9 @@ class Source:
             return
         given = self.scalar(fields["version"], "version", f"{version}")
         if given is not None and (given != version or isinstance(given, (bool, float))):
-            self.complain(fields["version"], "version", f"this gateway reads version {version}, not {given!r}")
+            # A long one may be a secret that got there by mistake: it is not quoted.
+            told = f", not {given!r}" if len(str(given)) <= 8 else ""
+            self.complain(fields["version"], "version", f"this gateway reads version {version}{told}")
 
     def elements(self, node: yaml.Node, path: str, what: str) -> Iterator[tuple[str, yaml.Node]]:
         """(path, node) of every element of a list."""
