@@ -11,7 +11,7 @@ from policy.names import Names
 Severity = Literal["info", "warning", "critical"]
 Action = Literal["fall_back", "webhook", "log", "event"]
 ReceiverKind = Literal["alertmanager", "webhook"]
-Scope = Literal["class", "model", "fleet"]
+FigureScope = Literal["class", "model", "fleet"]
 
 ACTIONS: tuple[Action, ...] = ("fall_back", "webhook", "log", "event")
 FALLBACK_WINDOW_S = 900.0
@@ -23,7 +23,7 @@ class Figure:
     """Something a condition can be about. ``scope``: of what there is one value each: a class of a model, a model, or
     the statistics store that the fleet shares. ``by_head``: the rule says of which Medusa head."""
 
-    scope: Scope
+    scope: FigureScope
     about: str
     by_head: bool = False
 

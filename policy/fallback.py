@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from policy.spec import FallbackSettings
-from policy.statistics.counters import Tally
 
 MIN_STEPS = 100.0
 """Fewer steps are no evidence against speculation."""
@@ -27,6 +27,26 @@ RECENT_ATTEMPTS = 12.0
 use are not wrong that often in a row."""
 
 Mode = Literal["speculating", "fallback"]
+
+
+class Evidence(Protocol):
+    """What was counted over a span of time; :class:`policy.statistics.counters.Tally` is one."""
+
+    @property
+    def steps(self) -> float: ...
+
+    @property
+    def speedup(self) -> float | None: ...
+
+    @property
+    def attempts(self) -> Sequence[float]:
+        """By head: how often its guesses could be checked."""
+        ...
+
+    @property
+    def hits(self) -> Sequence[Sequence[float]]:
+        """By head and rank: how often they were right."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +86,7 @@ def evidence_span(state: FallbackState, settings: FallbackSettings, now: float) 
 def advance(
     state: FallbackState,
     settings: FallbackSettings,
-    evidence: Tally,
+    evidence: Evidence,
     now: float,
     accuracy: float | None = None,
     held: str | None = None,

@@ -49,10 +49,6 @@ class Metric:
         name = f"{name}_{suffix}" if suffix else name
         return f"{name}_total" if self.kind == "counter" else name
 
-    @property
-    def prometheus_labels(self) -> tuple[str, ...]:
-        return tuple(label.replace(".", "_") for label in self.labels)
-
 
 MODEL, CLASS = "model", "class"
 _BY_CLASS = (MODEL, CLASS)

@@ -16,12 +16,13 @@ from backends.training.backbone import Backbone, load_backbone
 from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import generate_answers
 from backends.training.data.dataset import Answer, HiddenStates, read_answers
-from backends.training.distill import TrainingRun, before_and_after, collect_states, heads_config, training_states
+from backends.training.distill import TrainingRun, before_and_after, heads_config, training_states
 from backends.training.evaluation.accuracy import EvaluationReport, evaluate
 from backends.training.joint import JointOptions, JointTrainer, divergence
 from backends.training.model_card import write_model_card
 from backends.training.objective import OutputProjection
 from backends.training.progress import progress_bar
+from backends.training.states import collect_states
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,12 @@ from backends.training.data.dataset import (
     Answer,
     AnswersError,
     HiddenStates,
-    cache_hidden_states,
-    load_hidden_states,
-    read_answers,
 )
 from backends.training.evaluation.accuracy import ALL_CLASSES, EvaluationReport, evaluate
 from backends.training.model_card import count_licences, write_model_card
 from backends.training.objective import OutputProjection, frequent_tokens
 from backends.training.progress import progress_bar
+from backends.training.states import collect_states, read_own_answers
 from backends.training.trainer import HeadsTrainer, TrainingOptions
 from backends.training.workers import Workers
 
@@ -118,12 +116,6 @@ def training_states(backbone: Backbone, run: TrainingRun, *, log: Callable[[str]
     return replace(states, dropped=dropped)
 
 
-def read_own_answers(backbone: Backbone, files: Sequence[Path], log: Callable[[str], object]) -> list[Answer]:
-    """Answers that ``backbone`` can read. Raises :class:`AnswersError`."""
-    longest = getattr(backbone.model.config, "max_position_embeddings", None)
-    return read_answers(files, vocab_size=backbone.vocab_size, max_length=longest, log=log)
-
-
 def _check_prompts(path: Path, *, to_answer: bool) -> None:
     """Raises :class:`AnswersError`, and :class:`TrainingError` when the ids tell that training could not go on."""
     prompts = read_prompts(path)
@@ -172,34 +164,6 @@ def evaluate_and_save(
     save_heads(saved, run.out, config=config)
     write_model_card(run.out)
     return report
-
-
-def evaluate_folder(
-    backbone: Backbone, folder: Path, answer_files: Sequence[Path], work_dir: Path, *, log: Callable[[str], object]
-) -> EvaluationReport:
-    """Evaluate a heads folder on the held-out share of ``answer_files``; the backbone runs over that share only."""
-    heads = load_heads(folder, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
-    held_out = [answer for answer in read_own_answers(backbone, answer_files, log) if answer.held_out]
-    if not held_out:
-        raise AnswersError("none of these answers is in the held-out 5%; bring more")
-    states = collect_states(backbone, held_out, work_dir, log=log)
-    return evaluate(heads, OutputProjection.of_model(backbone.model, heads.draft_token_ids), states)
-
-
-def collect_states(
-    backbone: Backbone, answers: Sequence[Answer], folder: Path, *, log: Callable[[str], object]
-) -> HiddenStates:
-    """Hidden states of all ``answers``, from the cache in ``folder`` as far as it reaches."""
-    started = time.monotonic()
-    total = sum(len(answer.answer_ids) for answer in answers)
-    with progress_bar(total, "hidden states", "token") as advance:
-        cache_hidden_states(
-            backbone.model, answers, folder, backbone_fingerprint=backbone.fingerprint, progress=advance
-        )
-    log(f"hidden states ready after {time.monotonic() - started:.0f} s")
-    return load_hidden_states(
-        folder, answers, hidden_size=backbone.hidden_size, backbone_fingerprint=backbone.fingerprint
-    )
 
 
 def report_text(report: EvaluationReport) -> str:

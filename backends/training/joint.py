@@ -22,6 +22,7 @@ from torch import nn
 from backends.heads.module import MedusaHeads
 from backends.training.checkpoint import TrainingError, read_checkpoint, write_checkpoint
 from backends.training.data.dataset import HiddenStates
+from backends.training.epochs import Epochs
 from backends.training.objective import OutputProjection, Teacher, heads_loss, path_tokens
 from backends.training.trainer import TrainingOptions, learning_rate_at
 from backends.training.workers import Workers
@@ -82,8 +83,9 @@ class JointTrainer:
     ) -> None:
         self.options, self.states, self.work_dir = options, states, work_dir
         self.workers = workers or Workers()
-        self.order = torch.tensor(states.training_indices)
-        if not len(self.order):
+        answers = torch.tensor(states.training_indices)
+        self.epochs = Epochs(answers, options.answers_per_batch, options.epochs, options.seed)
+        if not len(answers):
             raise TrainingError("no training answers: all prompts fall into the held-out share; bring more prompts")
         self.heads = heads.to(self.workers.device).requires_grad_(True)
         # lm_head stays as it is, so the original's distributions can be had from its hidden states.
@@ -105,11 +107,11 @@ class JointTrainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-len(self.order) // self.options.answers_per_batch)
+        return self.epochs.steps_per_epoch
 
     @property
     def total_steps(self) -> int:
-        return self.steps_per_epoch * self.options.epochs
+        return self.epochs.total_steps
 
     def run(
         self,
@@ -119,23 +121,13 @@ class JointTrainer:
         progress: Callable[[JointProgress], object] = lambda progress: None,
     ) -> None:
         """Train to the end (or to ``until_step``), with a checkpoint every so many steps and at the end."""
-        stop = self.total_steps if until_step is None else min(until_step, self.total_steps)
-        size = self.options.answers_per_batch
-        order = self._order_of(self.step // self.steps_per_epoch)
-        while self.step < stop:
-            epoch, batch = divmod(self.step, self.steps_per_epoch)
-            if batch == 0:
-                order = self._order_of(epoch)
-            alignment, loss = self._train_batch(order[batch * size : (batch + 1) * size])
+        for answers in self.epochs.batches(self.step, until_step):
+            alignment, loss = self._train_batch(answers)
             self.step += 1
             progress(JointProgress(self.step, self.total_steps, alignment, loss))
             if self.step % checkpoint_every == 0:
                 self.save_checkpoint()
         self.save_checkpoint()
-
-    def _order_of(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.options.seed * 100_003 + epoch)
-        return self.order[torch.randperm(len(self.order), generator=generator)]
 
     def _train_batch(self, answers: torch.Tensor) -> tuple[float, float]:
         schedule = TrainingOptions(learning_rate=1.0, warmup_share=self.options.warmup_share)
@@ -145,9 +137,8 @@ class JointTrainer:
         rows = self._rows(answers.tolist())
         known = (self.columns[:, rows] >= 0).sum(dim=1).to(self.workers.device)
         losses = torch.zeros(2, device=self.workers.device)
-        for part in self.workers.share(answers).tensor_split(self.options.accumulation):
-            if len(part):
-                losses += self._backward(part.tolist(), len(rows), known)
+        for _, part in self.workers.parts(answers, self.options.accumulation):
+            losses += self._backward(part.tolist(), len(rows), known)
         parameters = [*self.heads.parameters(), *self.adapter]
         self.workers.sum_gradients(parameters)
         nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -186,7 +177,7 @@ class JointTrainer:
     @property
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree in."""
-        return {"options": dataclasses.asdict(self.options), "answers": len(self.order)}
+        return {"options": dataclasses.asdict(self.options), "answers": len(self.epochs.items)}
 
     def save_checkpoint(self) -> None:
         if not self.workers.is_main:

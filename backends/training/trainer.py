@@ -16,6 +16,7 @@ from torch import nn
 from backends.heads.module import HeadInput, MedusaHeads
 from backends.training.checkpoint import TrainingError, read_checkpoint, write_checkpoint
 from backends.training.data.dataset import HiddenStates
+from backends.training.epochs import Epochs
 from backends.training.objective import OutputProjection, Targets, Teacher, heads_loss, path_tokens
 from backends.training.workers import Workers
 
@@ -97,8 +98,9 @@ class HeadsTrainer:
         self.projection = projection = projection.to(self.workers.device, options.dtype)
         self.options = options
         self.work_dir = work_dir
-        self.rows = states.select(held_out=False)
-        if not len(self.rows):
+        rows = states.select(held_out=False)
+        self.epochs = Epochs(rows, options.batch_size, options.epochs, options.seed)
+        if not len(rows):
             raise TrainingError("no training answers: all prompts fall into the held-out share; bring more prompts")
         self.target_columns = projection.draft_index(states.targets(options.num_heads))
         self.teacher = Teacher(states, projection, options.soft_ranks) if options.soft_share else None
@@ -127,11 +129,11 @@ class HeadsTrainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        return math.ceil(len(self.rows) / self.options.batch_size)
+        return self.epochs.steps_per_epoch
 
     @property
     def total_steps(self) -> int:
-        return self.steps_per_epoch * self.options.epochs
+        return self.epochs.total_steps
 
     def run(
         self,
@@ -143,13 +145,8 @@ class HeadsTrainer:
     ) -> MedusaHeads:
         """Train from where this trainer stands to the end (or to ``until_step``), saving checkpoints on the way."""
         last_saved = started = time.monotonic()
-        stop = self.total_steps if until_step is None else min(until_step, self.total_steps)
-        order = self._order(self.step // self.steps_per_epoch)
-        while self.step < stop:
-            epoch, batch = divmod(self.step, self.steps_per_epoch)
-            if batch == 0:
-                order = self._order(epoch)
-            loss = self._train_batch(order[batch * self.options.batch_size :][: self.options.batch_size])
+        for rows in self.epochs.batches(self.step, until_step):
+            loss = self._train_batch(rows)
             rate = learning_rate_at(self.step, self.total_steps, self.options)
             self.step += 1
             progress(TrainingProgress(self.step, self.total_steps, loss, rate, time.monotonic() - started))
@@ -161,10 +158,6 @@ class HeadsTrainer:
         self.save_checkpoint()
         return self.heads
 
-    def _order(self, epoch: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.options.seed * 100_003 + epoch)
-        return self.rows[torch.randperm(len(self.rows), generator=generator)]
-
     def _train_batch(self, rows: torch.Tensor) -> float:
         self.heads.train()
         for group in self.optimizer.param_groups:
@@ -173,9 +166,8 @@ class HeadsTrainer:
         known = (self.target_columns[:, rows] >= 0).sum(dim=1).to(self.workers.device)
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self.workers.device)
-        for number, part in enumerate(self.workers.share(rows).tensor_split(self.options.accumulation)):
-            if len(part):
-                loss += self._backward(part, known, number)
+        for number, part in self.workers.parts(rows, self.options.accumulation):
+            loss += self._backward(part, known, number)
         self.workers.sum_gradients(self.heads.parameters())
         nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
         self.optimizer.step()
@@ -205,7 +197,7 @@ class HeadsTrainer:
     @property
     def _identity(self) -> dict[str, Any]:
         """What a checkpoint must agree in."""
-        return {"options": dataclasses.asdict(self.options), "training_rows": len(self.rows)}
+        return {"options": dataclasses.asdict(self.options), "training_rows": len(self.epochs.items)}
 
     def save_checkpoint(self) -> None:
         if not self.workers.is_main:

@@ -38,6 +38,12 @@ class Workers:
         """This worker's part of a batch; may be empty."""
         return rows[self.index :: self.count]
 
+    def parts(self, rows: torch.Tensor, count: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """This worker's part of a batch in at most ``count`` pieces, each with its number, none of them empty."""
+        for number, part in enumerate(self.share(rows).tensor_split(count)):
+            if len(part):
+                yield number, part
+
     def wait(self) -> None:
         """Until every worker is here."""
         if self.count > 1:

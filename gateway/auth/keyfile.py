@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from policy.config.fields import Block, Choice, Flag, Kind, ManyOf, Name, Number
-from policy.config.problems import FileError
+from policy.config.fields import Block, Flag, Kind, ManyOf, Name, Number, OneOf
+from policy.config.problems import ConfigError
 from policy.config.yaml_source import Source, join, read_file
 from policy.limits.arithmetic import MOST_PER_MINUTE, KeyLimits
 
@@ -32,7 +32,7 @@ Scope = Literal["inference", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
-class KeyFileError(FileError):
+class KeyFileError(ConfigError):
     """A key file that can't be used."""
 
 
@@ -145,7 +145,7 @@ _LIMITS = Block(
 _FIELDS: dict[str, Kind] = {
     "name": Name(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,62}", "a name of letters, digits, '_', '.', '@' and '-'"),
     "hash": ManyOf(_Digest()),
-    "scopes": ManyOf(Choice(SCOPES)),
+    "scopes": ManyOf(OneOf(SCOPES)),
     "expires": _Instant(),
     "disabled": Flag(),
     "limits": _LIMITS,
@@ -174,14 +174,9 @@ def json_schema() -> dict[str, Any]:
 
 def _read(source: Source, root: yaml.Node) -> tuple[ApiKey, ...]:
     nodes = source.known_items(root, "a key file", _TOP)
-    if isinstance(root, yaml.MappingNode):
-        for name in _TOP:
-            if name not in nodes:
-                source.complain(root, name, f"is missing; add '{name}:'")
-    if "version" in nodes:
-        version = source.scalar(nodes["version"], "version", f"{FORMAT_VERSION}")
-        if version is not None and (version != FORMAT_VERSION or isinstance(version, (bool, float))):
-            source.complain(nodes["version"], "version", f"this gateway reads version {FORMAT_VERSION}")
+    source.check_version(root, nodes, FORMAT_VERSION)
+    if isinstance(root, yaml.MappingNode) and "keys" not in nodes:
+        source.complain(root, "keys", "is missing; add 'keys:'")
     keys: list[ApiKey] = []
     seen: dict[bytes | str, str] = {}
     if "keys" in nodes and not _is_nothing(nodes["keys"]):

@@ -99,8 +99,8 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError("--concurrency of bench telemetry is one number, such as 16")
     if args.runner != "auto":
         raise ValueError("--runner is not for bench telemetry, which measures `medusa-gateway serve`")
-    from gateway.telemetry_bench.load import Load
-    from gateway.telemetry_bench.run import TelemetryBench, run_telemetry_bench
+    from gateway.bench.telemetry.load import Load
+    from gateway.bench.telemetry.run import TelemetryBench, run_telemetry_bench
 
     given = {f"--{name}": getattr(args, name) for name in ("model", "heads", "device", "dtype")}
     usual = TelemetryBench()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,19 @@ def _data_options(parser: argparse.ArgumentParser, required: bool) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated prompts (default: 0)")
 
 
+def _need_scikit_learn(command: str) -> None:
+    """It comes with the extra `train`: serving reads arrays and has no use for it."""
+    from gateway.cli import CommandError
+
+    if any(find_spec(name) is None for name in ("sklearn", "scipy")):
+        raise CommandError(
+            f"`classifier {command}` needs scikit-learn; install it with: pip install 'medusa-gateway[train]'"
+        )
+
+
 def run_train(args: argparse.Namespace) -> int:
     """Trains, then writes artifact and card."""
+    _need_scikit_learn("train")
     from gateway.classifier.model import save_arrays
     from gateway.classifier.training.card import ARTIFACT_NAME, facts, write_card
     from gateway.classifier.training.dataset import DataError
@@ -93,6 +105,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     """Prints the tables; with --card also writes them into the card."""
+    _need_scikit_learn("eval")
     from gateway.classifier.model import ArtifactError, load_arrays
     from gateway.classifier.training.card import ARTIFACT_NAME, write_card
     from gateway.classifier.training.dataset import DataError

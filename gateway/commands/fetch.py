@@ -47,10 +47,10 @@ def _wanted(args: argparse.Namespace) -> list[tuple[str | None, str | None]]:
         raise CommandError(f"--model and --heads exclude --backends: say it in {args.backends}.")
 
     from gateway.routing.backends_file import parse_backends
-    from policy.config.problems import PolicyError
+    from policy.config.problems import ConfigError
 
     try:
         spec = parse_backends(Path(args.backends).read_bytes(), args.backends)
-    except PolicyError as error:
+    except ConfigError as error:
         raise CommandError(f"the backends file is refused: {error}") from None
     return list(dict.fromkeys((engine.model, engine.heads) for engine in spec.engines))

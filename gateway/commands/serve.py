@@ -174,7 +174,7 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
     from gateway.cli import CommandError
     from gateway.routing.backends_file import parse_backends
     from gateway.serving.startup import unknown_classes
-    from policy.config.problems import PolicyError
+    from policy.config.problems import ConfigError
 
     given = [name for name in _ONE_ENGINE if getattr(args, name) not in (None, "auto")]
     if given:
@@ -182,7 +182,7 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
         raise CommandError(f"--{flag} and --backends exclude each other: say it in {args.backends}.")
     try:
         spec = parse_backends(Path(args.backends).read_bytes(), args.backends)
-    except PolicyError as error:
+    except ConfigError as error:
         raise CommandError(f"the backends file is refused: {error}") from None
     if unknown := unknown_classes(spec, controller.known_classes):
         raise CommandError(

@@ -15,15 +15,15 @@ def read_input(name: str) -> bytes:
 def validate_files(names: Sequence[str], summary: Callable[[str], str]) -> int:
     """Say of each file what ``summary`` of its name says, or why it is refused. Exit status: 1 when any is.
 
-    ``summary`` reads the file and raises :class:`policy.config.problems.FileError` for one that can't be used.
+    ``summary`` reads the file and raises :class:`policy.config.problems.ConfigError` for one that can't be used.
     """
-    from policy.config.problems import FileError
+    from policy.config.problems import ConfigError
 
     refused = False
     for name in names:
         try:
             found = summary(name)
-        except FileError as error:
+        except ConfigError as error:
             refused = True
             print("\n".join(error.lines()))
         else:

@@ -22,7 +22,7 @@ from gateway.routing.spec import (
     Timeouts,
     UpstreamSpec,
 )
-from policy.config.fields import Block, Choice, Duration, Flag, Kind, ManyOf, Name, Number
+from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Name, Number, OneOf
 from policy.config.problems import did_you_mean
 from policy.config.yaml_source import Source, join, read_file
 
@@ -68,7 +68,7 @@ class _Url:
 
 _COMMON: dict[str, Kind] = {
     "name": _LABEL,
-    "kind": Choice(("engine", "openai")),
+    "kind": OneOf(("engine", "openai")),
     "serves": _MODEL,
     "priority": Number(0, 100, whole=True),
     "classes": ManyOf(_LABEL),
@@ -79,12 +79,12 @@ _ENGINE = Block(
         "model": _PATH,
         "heads": _PATH,
         "device": _DEVICE,
-        "dtype": Choice(("auto", "bfloat16", "float32")),
+        "dtype": OneOf(("auto", "bfloat16", "float32")),
         "max_model_len": _COUNT,
         "max_running": _COUNT,
         "kv_tokens": _COUNT,
         "threads": Number(1, 1024, whole=True),
-        "quantize": Choice(("int8", "int4")),
+        "quantize": OneOf(("int8", "int4")),
     },
     "an engine",
     required=("name", "kind"),
@@ -118,7 +118,7 @@ _UPSTREAM = Block(
         **_COMMON,
         "url": _Url(),
         "upstream_model": _MODEL,
-        "dialect": Choice(tuple(EXTENSIONS)),
+        "dialect": OneOf(tuple(EXTENSIONS)),
         "api_key_env": _VARIABLE,
         "api_key_file": _PATH,
         "ca_file": _PATH,
@@ -145,7 +145,7 @@ _TOP: dict[str, dict[str, Any]] = {
 def parse_backends(content: bytes, file: str) -> BackendsSpec:
     """Read a backends file; relative paths in it start at its folder.
 
-    Raises :class:`PolicyError` with every problem that was found, each with line, path and fix.
+    Raises :class:`ConfigError` with every problem that was found, each with line, path and fix.
     """
     folder = Path(file).parent
     return read_file(
@@ -167,11 +167,7 @@ def json_schema() -> dict[str, Any]:
 
 def _read(source: Source, root: yaml.Node, folder: Path) -> BackendsSpec:
     nodes = source.known_items(root, "a backends file", _TOP)
-    version = Number(FORMAT_VERSION, FORMAT_VERSION, whole=True)
-    if "version" in nodes:
-        version.read(source, nodes["version"], "version")
-    else:
-        source.complain(root, "version", f"is missing; start the file with 'version: {FORMAT_VERSION}'")
+    source.check_version(root, nodes, FORMAT_VERSION)
     retries = Number(0, 10, whole=True).read(source, nodes["retries"], "retries") if "retries" in nodes else None
     backends: list[BackendSpec] = []
     if "backends" in nodes:
@@ -198,7 +194,7 @@ def _backend(source: Source, node: yaml.Node, at: str, folder: Path) -> BackendS
     kind = None
     for _, key, value in source.items(node, at, "a backend"):
         if key == "kind":
-            kind = Choice(tuple(_KINDS)).read(source, value, join(at, "kind"))
+            kind = OneOf(tuple(_KINDS)).read(source, value, join(at, "kind"))
             break
     else:
         if isinstance(node, yaml.MappingNode):

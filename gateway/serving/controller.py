@@ -25,13 +25,13 @@ from policy.decision import Decision, decide
 from policy.fallback import Transition
 from policy.records import DecisionLog, DecisionRecord, Event, EventKind, new_event_log
 from policy.runtime import PolicyRuntime
-from policy.shared.embedded_valkey import EmbeddedServer, EmbeddedStore, EmbeddedUnavailable
+from policy.shared.embedded_valkey import EmbeddedServer, EmbeddedUnavailable
 from policy.shared.redis_client import RedisTarget, parse_redis_url
-from policy.shared.store import MemoryStore, RedisStore, StatsStore
 from policy.spec import BUILT_IN_CLASSES, RequestFacts
 from policy.stabiliser import Held, HeldKey, stabilise
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey
+from policy.statistics.store import EmbeddedStore, MemoryStore, RedisStore, StatsStore
 from policy.statistics.syncing import StoreSync
 from telemetry.alerts.local_states import Happening
 from telemetry.alerts.manager import Alerting, open_alerting

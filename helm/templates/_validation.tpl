@@ -2,28 +2,49 @@
 {{- define "medusa-gateway.validate" -}}
 {{- $most := include "medusa-gateway.mostPods" . | int -}}
 {{- if not (regexMatch "^[a-z]" (include "medusa-gateway.fullname" .)) }}
-{{- fail (printf "the full name is %s, and a Service's name must start with a letter: set fullnameOverride to one that does" (include "medusa-gateway.fullname" .)) }}
+{{- fail (printf
+  "the full name is %s, and a Service's name must start with a letter: set fullnameOverride to one that does"
+  (include "medusa-gateway.fullname" .)
+) }}
 {{- end }}
 {{- if and (eq .Values.redis.mode "embedded") (gt $most 1) }}
-{{- fail (printf "redis.mode is embedded, which is one server for each pod, and there may be %d pods: set redis.mode to bundled or external, so that they share statistics and limits (or to memory, so that they share nothing)" $most) }}
+{{- fail (printf (print
+  "redis.mode is embedded, which is one server for each pod, and there may be %d pods: "
+  "set redis.mode to bundled or external, so that they share statistics and limits (or to memory, so that they share nothing)"
+) $most) }}
 {{- end }}
 {{- if and .Values.autoscaling.enabled (gt (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) }}
-{{- fail (printf "autoscaling.minReplicas (%d) is over autoscaling.maxReplicas (%d): lower the one or raise the other" (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)) }}
+{{- fail (printf
+  "autoscaling.minReplicas (%d) is over autoscaling.maxReplicas (%d): lower the one or raise the other"
+  (int .Values.autoscaling.minReplicas) (int .Values.autoscaling.maxReplicas)
+) }}
 {{- end }}
 {{- $rollout := include "medusa-gateway.rollout" . | fromYaml }}
 {{- if and (has (toString $rollout.maxSurge) (list "0" "0%")) (has (toString $rollout.maxUnavailable) (list "0" "0%")) }}
-{{- fail "rollout.maxSurge and rollout.maxUnavailable are both 0, so no pod could ever be replaced: raise one of them" }}
+{{- fail (print
+  "rollout.maxSurge and rollout.maxUnavailable are both 0, so no pod could ever be replaced: "
+  "raise one of them"
+) }}
 {{- end }}
 {{- if and (eq .Values.cache.type "persistentVolumeClaim") (eq .Values.cache.accessMode "ReadWriteOncePod") }}
 {{- if gt $most 1 }}
-{{- fail (printf "cache.accessMode is ReadWriteOncePod, which lets one pod mount the volume, and there may be %d pods: set it to ReadWriteMany, or replicaCount to 1" $most) }}
+{{- fail (printf (print
+  "cache.accessMode is ReadWriteOncePod, which lets one pod mount the volume, and there may be %d pods: "
+  "set it to ReadWriteMany, or replicaCount to 1"
+) $most) }}
 {{- end }}
 {{- if not (has (toString $rollout.maxSurge) (list "0" "0%")) }}
-{{- fail "cache.accessMode is ReadWriteOncePod, which lets one pod mount the volume, so a new pod would wait for ever beside the old one: set rollout.maxSurge to 0, or leave it out" }}
+{{- fail (print
+  "cache.accessMode is ReadWriteOncePod, which lets one pod mount the volume, so a new pod would wait for "
+  "ever beside the old one: set rollout.maxSurge to 0, or leave it out"
+) }}
 {{- end }}
 {{- end }}
 {{- if and (eq .Values.auth.mode "secret") (not .Values.auth.secret.name) }}
-{{- fail "auth.mode is secret: set auth.secret.name to the Secret that holds the key file (make one with 'medusa-gateway keys new')" }}
+{{- fail (print
+  "auth.mode is secret: set auth.secret.name to the Secret that holds the key file (make one with "
+  "'medusa-gateway keys new')"
+) }}
 {{- end }}
 {{- if and (ne .Values.auth.mode "secret") .Values.auth.secret.name }}
 {{- fail (printf "auth.secret.name is set, but auth.mode is %s: set it to secret" .Values.auth.mode) }}
@@ -35,7 +56,15 @@
 {{- fail "backends.content and backends.existingConfigMap are both set: give the backends in one place" }}
 {{- end }}
 {{- if include "medusa-gateway.backendsConfigMap" . }}
-{{- range $name, $value := dict "model.name" .Values.model.name "model.heads" .Values.model.heads "model.servedName" .Values.model.servedName "model.maxLength" .Values.model.maxLength "model.dtype" (trimPrefix "auto" .Values.model.dtype) "limits.maxRunning" .Values.limits.maxRunning "limits.kvTokens" .Values.limits.kvTokens }}
+{{- range $name, $value := dict
+  "model.name" .Values.model.name
+  "model.heads" .Values.model.heads
+  "model.servedName" .Values.model.servedName
+  "model.maxLength" .Values.model.maxLength
+  "model.dtype" (trimPrefix "auto" .Values.model.dtype)
+  "limits.maxRunning" .Values.limits.maxRunning
+  "limits.kvTokens" .Values.limits.kvTokens
+}}
 {{- if $value }}
 {{- fail (printf "%s describes one engine, and backends describes all: say it in the backends file" $name) }}
 {{- end }}
@@ -44,7 +73,10 @@
 {{- if eq .Values.redis.mode "external" }}
 {{- with .Values.redis.external }}
 {{- if and .urlSecret.name (or .hosts .service .username .passwordSecret.name) }}
-{{- fail "redis.external.urlSecret holds the whole URL: leave hosts, service, username and passwordSecret empty, or leave urlSecret.name empty" }}
+{{- fail (print
+  "redis.external.urlSecret holds the whole URL: leave hosts, service, username and passwordSecret empty, "
+  "or leave urlSecret.name empty"
+) }}
 {{- end }}
 {{- if not (or .urlSecret.name .hosts) }}
 {{- fail "redis.mode is external, but no server is named: set redis.external.hosts, or redis.external.urlSecret.name" }}
@@ -53,7 +85,10 @@
 {{- fail "redis.external.kind is sentinel: set redis.external.service to the name that the Sentinels watch" }}
 {{- end }}
 {{- if and (eq .kind "standalone") (gt (len .hosts) 1) }}
-{{- fail "redis.external.kind is standalone, which is one host: name one in redis.external.hosts, or set kind to sentinel or cluster" }}
+{{- fail (print
+  "redis.external.kind is standalone, which is one host: name one in redis.external.hosts, or set kind to "
+  "sentinel or cluster"
+) }}
 {{- end }}
 {{- if and (eq .kind "cluster") (int .database) }}
 {{- fail "redis.external.kind is cluster, which has no databases: set redis.external.database to 0" }}
@@ -78,32 +113,57 @@
 {{/* What the operator adds must not be there already: Kubernetes would refuse it, or silently take one of the two. */}}
 {{- define "medusa-gateway.validateExtras" -}}
 {{- $own := keys (include "medusa-gateway.ownLabels" (list . "gateway") | fromYaml) }}
-{{- range $value, $labels := dict "commonLabels" .Values.commonLabels "podLabels" .Values.podLabels "serviceMonitor.labels" .Values.serviceMonitor.labels "prometheusRule.labels" .Values.prometheusRule.labels "dashboard.labels" .Values.dashboard.labels }}
+{{- range $value, $labels := dict
+  "commonLabels" .Values.commonLabels
+  "podLabels" .Values.podLabels
+  "serviceMonitor.labels" .Values.serviceMonitor.labels
+  "prometheusRule.labels" .Values.prometheusRule.labels
+  "dashboard.labels" .Values.dashboard.labels
+}}
 {{- range $key, $_ := $labels }}
 {{- if has $key $own }}
-{{- fail (printf "%s: %s is a label of the chart's own, by which its parts find each other: choose another key" $value $key) }}
+{{- fail (printf
+  "%s: %s is a label of the chart's own, by which its parts find each other: choose another key"
+  $value $key
+) }}
 {{- end }}
 {{- end }}
 {{- end }}
 {{- if and .Values.backends.content (hasKey .Values.podAnnotations "checksum/backends") }}
-{{- fail "podAnnotations: checksum/backends is an annotation of the chart's own, which rolls the pods when the backends change: choose another key" }}
+{{- fail (print
+  "podAnnotations: checksum/backends is an annotation of the chart's own, which rolls the pods when the "
+  "backends change: choose another key"
+) }}
 {{- end }}
 {{- include "medusa-gateway.validateTwice" (list "extraEnv" "variable" list .Values.extraEnv "name") }}
-{{- include "medusa-gateway.validateTwice" (list "extraVolumes" "volume" (include "medusa-gateway.volumes" . | fromYamlArray) .Values.extraVolumes "name") }}
-{{- include "medusa-gateway.validateTwice" (list "extraVolumeMounts" "mount at" (include "medusa-gateway.gatewayMounts" . | fromYamlArray) .Values.extraVolumeMounts "mountPath") }}
+{{- include "medusa-gateway.validateTwice" (list "extraVolumes" "volume"
+  (include "medusa-gateway.volumes" . | fromYamlArray)
+  .Values.extraVolumes "name"
+) }}
+{{- include "medusa-gateway.validateTwice" (list "extraVolumeMounts" "mount at"
+  (include "medusa-gateway.gatewayMounts" . | fromYamlArray)
+  .Values.extraVolumeMounts "mountPath"
+) }}
 {{- $volumes := list }}
-{{- range concat (include "medusa-gateway.volumes" . | fromYamlArray) .Values.extraVolumes }}{{ $volumes = append $volumes .name }}{{ end }}
+{{- range concat (include "medusa-gateway.volumes" . | fromYamlArray) .Values.extraVolumes }}
+{{- $volumes = append $volumes .name }}
+{{- end }}
 {{- range .Values.extraVolumeMounts }}
 {{- if not (has .name $volumes) }}
 {{- fail (printf "extraVolumeMounts: there is no volume %s to mount at %s: add it to extraVolumes" .name .mountPath) }}
 {{- end }}
 {{- end }}
 {{- $flags := list "--insecure-no-auth" "--insecure-allow-remote" "--api-keys" }}
-{{- range include "medusa-gateway.ownArgs" . | fromYamlArray }}{{ $flags = append $flags (regexFind "^--[^=]+" .) }}{{ end }}
+{{- range include "medusa-gateway.ownArgs" . | fromYamlArray }}
+{{- $flags = append $flags (regexFind "^--[^=]+" .) }}
+{{- end }}
 {{- range .Values.extraArgs }}
 {{- $flag := regexFind "^--[^=]+" . }}
 {{- if and (has $flag $flags) (ne $flag "--cors-origin") }}
-{{- fail (printf "extraArgs: %s follows from a value of the chart (see its README), on which other parts depend as well: set that" $flag) }}
+{{- fail (printf (print
+  "extraArgs: %s follows from a value of the chart (see its README), "
+  "on which other parts depend as well: set that"
+) $flag) }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -68,7 +68,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     values: tuple[str, ...]
 
     def read(self, source: Source, node: yaml.Node, path: str) -> str | None:

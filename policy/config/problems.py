@@ -18,8 +18,8 @@ class Problem:
     message: str
 
 
-class FileError(ValueError):
-    """A file that can't be used. ``problems`` holds all that was found, in the order of the file."""
+class ConfigError(ValueError):
+    """A file of the operator's that can't be used. ``problems`` holds all that was found, in the order of the file."""
 
     def __init__(self, file: str, problems: Iterable[Problem]) -> None:
         self.file = file
@@ -33,8 +33,8 @@ class FileError(ValueError):
         ]
 
 
-class PolicyError(FileError):
-    """A policy that can't be used."""
+class PolicyError(ConfigError):
+    """A policy file that can't be used."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

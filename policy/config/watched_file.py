@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar
 
 from policy.background import PatientCall
-from policy.config.problems import FileError, Problem
+from policy.config.problems import ConfigError, Problem
 
 Outcome = Literal["unchanged", "settling", "accepted", "rejected", "hangs"]
 
@@ -64,7 +64,10 @@ class WatchedFile(Generic[V]):
         path: Path | None = None,
         wall_time: float = 0.0,
     ) -> None:
-        """``parse`` gets content and name, and raises :class:`FileError`, as this does. ``path`` None: not watched."""
+        """``parse`` gets content and name, and raises :class:`ConfigError`, as this does.
+
+        ``path`` None: not watched.
+        """
         self.value = parse(content, name)
         self.content = content
         self.path = path
@@ -101,9 +104,9 @@ class WatchedFile(Generic[V]):
         self._candidate = None
         try:
             if content is None:
-                raise FileError(str(self.path), [Problem(1, "", digest)])
+                raise ConfigError(str(self.path), [Problem(1, "", digest)])
             value = self._parse(content, str(self.path))
-        except FileError as error:
+        except ConfigError as error:
             refused = Rejection(tuple(error.lines()), wall_time, digest)
             self.status = replace(self.status, rejected=self.status.rejected + 1, rejection=refused)
             return "rejected"

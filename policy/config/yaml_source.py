@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import yaml
 
-from policy.config.problems import FileError, PolicyError, Problem, did_you_mean
+from policy.config.problems import ConfigError, Problem, did_you_mean
 
 T = TypeVar("T")
 
@@ -132,6 +132,18 @@ class Source:
                 self.complain(key_node, key, f"unknown field; {did_you_mean(key, known)}")
         return found
 
+    def check_version(self, root: yaml.Node, fields: Mapping[str, yaml.Node], version: int) -> None:
+        """Every file says which version of its format it has. ``fields``: what :meth:`known_items` found."""
+        if "version" not in fields:
+            if isinstance(root, yaml.MappingNode):
+                self.complain(root, "version", f"is missing; start the file with 'version: {version}'")
+            return
+        given = self.scalar(fields["version"], "version", f"{version}")
+        if given is not None and (given != version or isinstance(given, (bool, float))):
+            # A long one may be a secret that got there by mistake: it is not quoted.
+            told = f", not {given!r}" if len(str(given)) <= 8 else ""
+            self.complain(fields["version"], "version", f"this gateway reads version {version}{told}")
+
     def elements(self, node: yaml.Node, path: str, what: str) -> Iterator[tuple[str, yaml.Node]]:
         """(path, node) of every element of a list."""
         self._visit(node, path)
@@ -206,9 +218,9 @@ def read_file(
     file: str,
     read: Callable[[Source, yaml.Node], T],
     *,
-    what: str = "policy",
-    shortest: str = "version: 1",
-    error_type: type[FileError] = PolicyError,
+    what: str,
+    shortest: str,
+    error_type: type[ConfigError] = ConfigError,
 ) -> T:
     """What ``read`` makes of the root node of a file, which messages call ``what``.
 
@@ -228,9 +240,9 @@ def read_file(
     raise error_type(file, dict.fromkeys(source.problems))
 
 
-def _compose(content: bytes, file: str, what: str, shortest: str, error_type: type[FileError]) -> yaml.Node:
+def _compose(content: bytes, file: str, what: str, shortest: str, error_type: type[ConfigError]) -> yaml.Node:
 
-    def refuse(line: int, message: str) -> FileError:
+    def refuse(line: int, message: str) -> ConfigError:
         return error_type(file, [Problem(line, "", message)])
 
     if len(content) > MAX_BYTES:

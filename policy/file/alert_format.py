@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from policy.alerts import ACTIONS, FIGURES, AlertRule, Receiver
-from policy.config.fields import Block, Choice, Duration, ManyOf, Name, Number
+from policy.config.fields import Block, Duration, ManyOf, Name, Number, OneOf
 from policy.config.parts import LABEL, PATTERN, Part, complain_at, refuse_repeated_name, refuse_unknown_classes
 from policy.config.problems import did_you_mean
 from policy.config.yaml_source import Source
@@ -19,16 +19,16 @@ _URL = Name(
 ALERT = Block(
     {
         "name": LABEL,
-        "metric": Choice(tuple(FIGURES)),
+        "metric": OneOf(tuple(FIGURES)),
         "below": Number(0, 1e9),
         "above": Number(0, 1e9),
         "for": Duration(0, 86_400),
         "keep": Duration(0, 86_400),
-        "severity": Choice(("info", "warning", "critical")),
+        "severity": OneOf(("info", "warning", "critical")),
         "class": ManyOf(LABEL),
         "model": ManyOf(PATTERN),
         "head": Number(1, 64, whole=True),
-        "actions": ManyOf(Choice(ACTIONS)),
+        "actions": ManyOf(OneOf(ACTIONS)),
         "notify": ManyOf(LABEL),
         "summary": Name(r"[^\n]{1,300}", "one line of text"),
     },
@@ -38,7 +38,7 @@ ALERT = Block(
 )
 RECEIVER = Block(
     {
-        "kind": Choice(("alertmanager", "webhook")),
+        "kind": OneOf(("alertmanager", "webhook")),
         "url": _URL,
         "url_env": _VARIABLE,
         "token_env": _VARIABLE,

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree
-from policy.config.fields import Block, Choice, Duration, Flag, Kind, ManyOf, Number, Share, Tree
+from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Number, OneOf, Share, Tree
 from policy.config.parts import (
     LABEL,
     PATTERN,
@@ -24,6 +24,7 @@ from policy.config.parts import (
     refuse_unknown_classes,
     value_node,
 )
+from policy.config.problems import PolicyError
 from policy.config.yaml_source import Source, join, read_file
 from policy.file.alert_format import ALERT, RECEIVER, assemble_alerts, assemble_receivers
 from policy.file.reach import unreachable
@@ -73,12 +74,12 @@ _TEMPERATURE = Block(
     about="Clamping changes answers: it is done only where this is set, and shown in every decision.",
 )
 _RULE_FIELDS: dict[str, Kind] = {
-    "method": Choice(("auto", "medusa", "vanilla")),
+    "method": OneOf(("auto", "medusa", "vanilla")),
     "heads": _bounds(1, MAX_DEPTH, "How many Medusa heads may be used."),
     "nodes": _bounds(0, MAX_NODES, "Candidate nodes per step and sequence."),
     "depth": Number(1, MAX_DEPTH, whole=True),
     "tree": Tree(),
-    "acceptance": Choice(("exact", "typical")),
+    "acceptance": OneOf(("exact", "typical")),
     "temperature": _TEMPERATURE,
     "deadline": Duration(0.001, 86_400),
     "client_override": Flag(),
@@ -92,7 +93,7 @@ _WHEN = Block(
         "class": ManyOf(LABEL),
         "model": ManyOf(PATTERN),
         "tenant": ManyOf(PATTERN),
-        "turn": Choice(("first", "later")),
+        "turn": OneOf(("first", "later")),
         "prompt_tokens": _range(0, 2**31, whole=True),
         "temperature": _range(0, 2),
         "load": _range(0, 1000),
@@ -119,7 +120,11 @@ class _Document:
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
     """Read a policy. Raises :class:`PolicyError` with every problem that was found."""
-    return read_file(content, file, lambda source, root: _assemble(source, _read(source, root), _version_of(content)))
+
+    def read(source: Source, root: yaml.Node) -> PolicySpec:
+        return _assemble(source, _read(source, root), _version_of(content))
+
+    return read_file(content, file, read, what="policy", shortest="version: 1", error_type=PolicyError)
 
 
 def default_policy() -> bytes:
@@ -153,14 +158,7 @@ def _version_of(content: bytes) -> str:
 
 def _read(source: Source, root: yaml.Node) -> _Document:
     nodes = source.known_items(root, "a policy", _TOP)
-    if "version" in nodes:
-        version = source.scalar(nodes["version"], "version", f"{FORMAT_VERSION}")
-        if version is not None and (version != FORMAT_VERSION or isinstance(version, (bool, float))):
-            source.complain(
-                nodes["version"], "version", f"this gateway reads version {FORMAT_VERSION}, not {version!r}"
-            )
-    elif isinstance(root, yaml.MappingNode):
-        source.complain(root, "version", f"is missing; start the file with 'version: {FORMAT_VERSION}'")
+    source.check_version(root, nodes, FORMAT_VERSION)
     empty = Part({}, root, "defaults")
     return _Document(
         defaults=read_part(source, _SETTINGS, nodes["defaults"], "defaults") if "defaults" in nodes else empty,

@@ -32,7 +32,7 @@ class RedisCostStore:
         self._ask(lambda client: client.set(self._key(key), text, ex=TTL_S))
 
     def _key(self, key: str) -> str:
-        # The same hash tag as the statistics', see policy.shared.store.
+        # The same hash tag as the statistics', see policy.statistics.store.
         return f"{{{self._target.namespace}}}:1:cost:{key}"
 
     def _ask(self, call: Callable[[Any], Awaitable[Any]]) -> Any:

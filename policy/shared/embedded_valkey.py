@@ -6,7 +6,6 @@ restarts. A gateway that is killed leaves its server behind; the next one finds 
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import fcntl
 import os
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import IO
 
 from policy.shared.redis_client import RedisTarget
-from policy.shared.store import RedisStore
 
 # Counters and the prior are small: written to disk at most once a minute, and at the end. No TCP port is opened.
 _CONFIG = """
@@ -137,20 +135,6 @@ class EmbeddedServer:
             return self.folder
         self._lock = lock
         return self.folder
-
-
-class EmbeddedStore(RedisStore):
-    """A store that owns its server."""
-
-    def __init__(self, server: EmbeddedServer, target: RedisTarget) -> None:
-        what = "embedded Valkey" if not server.shared_folder_taken else "embedded Valkey in a temporary folder"
-        super().__init__(target, durable=not server.shared_folder_taken, describe=f"{what} ({server.folder})")
-        self._server = server
-
-    async def close(self) -> None:
-        await super().close()
-        # In a thread: it waits for the server's data to be on disk.
-        await asyncio.to_thread(self._server.stop)
 
 
 def end_stale_server(folder: Path) -> int | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -13,11 +15,11 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as NoConnection
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import ReadOnlyError, RedisError, ResponseError
 
 TIMEOUT_S = 2.0
-_MOST_SAID = 300
 """Of one command. It only ever holds up the statistics, never a request."""
+_MOST_SAID = 300
 
 Kind = Literal["standalone", "sentinel", "cluster", "unix"]
 FORMS = (
@@ -37,6 +39,10 @@ _KINDS: dict[str, tuple[Kind, bool]] = {
 _ENCODE = "in a password write '/' as %2F, '?' as %3F, '#' as %23 and '@' as %40"
 _OPTIONS = ("db", "namespace", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname", "ssl_cert_reqs")
 _SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password")
+
+
+class StoreUnavailable(Exception):
+    """The store did not answer, or not as a store should. What the call did is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +200,15 @@ def reason(error: BaseException) -> str:
     text = str(error).rpartition("of pipeline caused error: ")[2]
     text = " ".join(text.removeprefix("(").removesuffix(",)").strip("'\"").partition(" script: ")[0].split())
     return f"{type(error).__name__}: {text[:_MOST_SAID]}"
+
+
+@contextmanager
+def unavailable_on_error() -> Iterator[None]:
+    """Turn whatever a client raises into :class:`StoreUnavailable`."""
+    try:
+        yield
+    except (RedisError, OSError, TimeoutError) as error:
+        raise StoreUnavailable(reason(error)) from error
 
 
 def _host(text: str, port: int) -> tuple[str, int]:

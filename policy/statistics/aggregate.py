@@ -6,17 +6,17 @@ store, so nothing is counted twice whatever the store does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from backends.types import DecodeCounters
 from policy.fallback import FallbackState, Transition, advance, evidence_span
-from policy.shared.store import Prior, Register
 from policy.spec import PolicySpec
 from policy.statistics.counters import StatsKey, Tally, added_since
 from policy.statistics.epoch_book import EpochBook
 from policy.statistics.estimate import Estimate
 from policy.statistics.snapshot import LiveStats, live_stats
+from policy.statistics.store import Prior, Register
 from policy.statistics.window import Window
 
 SPAN_OF_REPORT_S = 60.0
@@ -163,14 +163,6 @@ def fold(prior: Prior, registers: Mapping[Register, DecodeCounters], until: int,
         if tally.steps > most:
             tallies[key] = tally.scaled(most / tally.steps)
     return Prior(until, {key: tally for key, tally in tallies.items() if tally.steps >= 1.0})
-
-
-def totals(registers: Iterable[tuple[Register, DecodeCounters]]) -> dict[str, Tally]:
-    """Sums by key over replicas and epochs."""
-    found: dict[str, Tally] = {}
-    for register, counters in registers:
-        found[register.key] = found.get(register.key, Tally()).plus(Tally.of(counters))
-    return found
 
 
 def _fallback_report(state: FallbackState | None, now: float) -> dict[str, Any] | None:

@@ -75,9 +75,6 @@ class EpochBook:
         """Everything counted since the start, by key: the replica's own books."""
         return {key: copy_of(value) for key, value in self._total.items()}
 
-    def epoch(self, number: int) -> dict[str, DecodeCounters]:
-        return {key: copy_of(value) for key, value in self._epochs[number].counters.items()}
-
     @property
     def epochs(self) -> list[int]:
         return sorted(self._epochs)

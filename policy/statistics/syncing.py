@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from backends.types import DecodeCounters
-from policy.shared.store import MemoryStore, Prior, Register, StatsStore, StoreUnavailable
+from policy.shared.redis_client import StoreUnavailable
 from policy.statistics.aggregate import Statistics, fold
 from policy.statistics.epoch_book import EPOCH_S, epoch_of
+from policy.statistics.store import MemoryStore, Prior, Register, StatsStore
 
 READ_EPOCHS = 12
 """Two minutes: what a starting replica takes over, and how long a closed epoch waits at most to be folded."""
@@ -49,7 +50,6 @@ class StoreSync:
         self._suspect = True
         self.health = StoreHealth(store.describe, durable=store.durable, remote=not isinstance(store, MemoryStore))
         self.rewritten_epochs = 0
-        self.folds = 0
 
     async def sync(self, now: float, wall_time: float) -> bool:
         """Write what is owed, read what is new. False, and health that says why, when the store is unavailable."""
@@ -112,7 +112,8 @@ class StoreSync:
         elapsed = (until - prior.epoch) * EPOCH_S if prior.epoch >= 0 else 0.0
         decay = 0.5 ** (elapsed / PRIOR_HALF_LIFE_S)
         folded = fold(prior, registers, until, decay, PRIOR_MOST_STEPS)
-        self.folds += await self._store.replace_prior(prior.epoch, folded)
+        # False: another replica was faster, and the next reading shows what it made.
+        await self._store.replace_prior(prior.epoch, folded)
 
     def _note(self, ok: bool, now: float, error: str | None) -> None:
         before = self.health

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from policy.shared.redis_client import StoreUnavailable
 from policy.shared.shared_text import SharedText
-from policy.shared.store import StoreUnavailable
 from telemetry.alerts.fleet import Board, decode, encode, own_part, rejoined
 
 _ATTEMPTS = 8

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backends.heads.module import MedusaHeads, backbone_fingerprint, save_heads
+from backends.heads.module import backbone_fingerprint
 from backends.json_lines import read_objects
 from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone
@@ -19,7 +19,8 @@ from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import read_prompts
 from backends.training.data.cleaning import CleaningOptions
 from backends.training.data.dataset import Answer, AnswersError, read_answers
-from backends.training.distill import AnswerOptions, TrainingRun, answer_prompts, evaluate_folder, training_states
+from backends.training.distill import AnswerOptions, TrainingRun, answer_prompts, training_states
+from backends.training.states import held_out_answers
 from backends.training.trainer import TrainingOptions
 from gateway.classifier import PromptClassifier
 from gateway.classifier.training.dataset import DataError, read_examples
@@ -217,12 +218,10 @@ def test_nothing_left_to_train_on_is_told_with_the_reason(tmp_path: Path, backbo
 
 
 def test_an_evaluation_counts_what_it_leaves_out(tmp_path: Path, backbone: Backbone) -> None:
-    config = {"backbone": {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}}
-    save_heads(MedusaHeads(backbone.hidden_size, 2, 16), tmp_path / "heads", config=config)
     path = write(tmp_path, text_of(*(answer(i, answer_ids=[1]) for i in range(60))))
     told: list[str] = []
     with pytest.raises(AnswersError, match="held-out 5%"):
-        evaluate_folder(backbone, tmp_path / "heads", [path], tmp_path / "work", log=told.append)
+        held_out_answers(backbone, [path], told.append)
     assert told == [f"{path}: 60 of 60 answers left out: without a prompt, or of fewer than 2 tokens"]
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import httpx
 
 from policy.shared.redis_client import parse_redis_url
-from policy.shared.store import RedisStore
 from policy.statistics.epoch_book import RETAINED_EPOCHS, epoch_of
+from policy.statistics.store import RedisStore
 from tests.drills.drill_rig import MODEL, PATIENCE_S, Replica, Rig
 from tests.support.debian import Unavailable
 

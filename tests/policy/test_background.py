@@ -18,9 +18,8 @@ from gateway.serving.controller import Controller
 from policy.background import PatientCall, cancel_and_wait, pause
 from policy.config.watched_file import FileWatch, WatchedFile, read_regular
 from policy.runtime import PolicyRuntime
-from policy.shared.embedded_valkey import EmbeddedStore
 from policy.shared.redis_client import parse_redis_url
-from policy.shared.store import MemoryStore
+from policy.statistics.store import EmbeddedStore, MemoryStore
 from tests.gateway.serving.test_controller_background import wait_until
 from tests.support.access_helpers import entry, new_key, write_keys
 from tests.support.live_gateway import running_gateway

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from backends.types import DecodeCounters
-from policy.shared.embedded_valkey import EmbeddedServer, EmbeddedStore, end_stale_server
+from policy.shared.embedded_valkey import EmbeddedServer, end_stale_server
 from policy.shared.redis_client import parse_redis_url
-from policy.shared.store import RedisStore, StatsStore
 from policy.statistics.aggregate import Statistics
 from policy.statistics.epoch_book import epoch_of
+from policy.statistics.store import EmbeddedStore, RedisStore, StatsStore
 from policy.statistics.syncing import StoreSync
 from tests.support.paths import ROOT
 

@@ -17,8 +17,8 @@ from policy.limits.arithmetic import KeyLimits
 from policy.limits.limiter import Grant, Limiter
 from policy.limits.redis_buckets import LimitsUnavailable, Order, RedisLimits
 from policy.shared.embedded_valkey import EmbeddedServer
-from policy.shared.redis_client import connect, parse_redis_url
-from policy.shared.store import RedisStore, StoreUnavailable
+from policy.shared.redis_client import StoreUnavailable, connect, parse_redis_url
+from policy.statistics.store import RedisStore
 from tests.policy.test_policy_store import KEY, ValkeyProcess
 
 PATIENCE_S = 30.0

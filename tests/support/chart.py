@@ -1,7 +1,7 @@
 """The Helm chart as tests see it: rendered through Helm's own library, with what is derived of it.
 
-``python -m tests.support.chart`` writes the derived parts anew: Kubernetes' types in ``values.schema.json``, the table
-of values in the README, and the copies of the gateway's own files.
+``python -m tests.support.chart`` writes the derived parts anew: Kubernetes' types in ``values.schema.json``, the
+comments of ``values.yaml``, the table of values in the README, and the copies of the gateway's own files.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from functools import cache
 from importlib import resources
 from io import StringIO
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -188,6 +189,43 @@ def values_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+VALUES_HEADER = """\
+# Every value with its default. The comments are the descriptions of values.schema.json, as is the table in README.md:
+# after editing either file run `python -m tests.support.chart`.
+# yaml-language-server: $schema=values.schema.json
+"""
+
+
+def commented_values() -> str:
+    """``values.yaml`` with what the schema says of each value above it."""
+    lines = []
+    for name, value in default_values().items():
+        lines += ["", *_commented(name, value, values_schema()["properties"][name], "")]
+    return VALUES_HEADER + "\n".join(lines) + "\n"
+
+
+def _commented(name: str, value: Any, schema: Mapping[str, Any], indent: str) -> Iterator[str]:
+    if "properties" in schema:
+        yield f"{indent}{name}:"
+        for inner, each in value.items():
+            yield from _commented(inner, each, schema["properties"][inner], f"{indent}  ")
+        return
+    choice = f" ({', '.join(map(str, schema['enum']))})" if "enum" in schema else ""
+    comment = f"{indent}# "
+    yield from wrap(f"{schema['description']}{choice}", 100, initial_indent=comment, subsequent_indent=comment)
+    yield f"{indent}{name}: {_inline(value)}"
+
+
+def _inline(value: Any) -> str:
+    """YAML on one line, with no more quotes than it needs."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_inline(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_inline, value)) + "]"
+    plain = isinstance(value, str) and re.fullmatch(r"[A-Za-z0-9/][A-Za-z0-9./_-]*", value)
+    return value if plain and yaml.safe_load(value) == value else json.dumps(value)
+
+
 def derived_files() -> dict[Path, str]:
     """Each file of the chart that must follow from something else, and what it must hold."""
     readme = CHART / "README.md"
@@ -195,6 +233,7 @@ def derived_files() -> dict[Path, str]:
     with redirect_stdout(rules):
         assert cli.main(["alerts", "rules", "--format", "rules"]) == 0
     return {
+        CHART / "values.yaml": commented_values(),
         CHART / "values.schema.json": json.dumps(with_kubernetes_types(values_schema()), indent=2) + "\n",
         readme: TABLE.sub(lambda _: values_table(), readme.read_text()),
         CHART / "files" / "alert-rules.yaml": rules.getvalue(),

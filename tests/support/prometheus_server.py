@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from telemetry.catalog import Metric
 from tests.support.debian import binary
 from tests.support.fakes import PATIENCE_S
 from tests.support.otlp_collectors import free_port
@@ -76,3 +77,8 @@ def _wait_ready(http: httpx.Client, process: subprocess.Popen[str]) -> None:
             pass
         assert time.monotonic() < deadline, "prometheus did not get ready"
         threading.Event().wait(0.05)
+
+
+def prometheus_labels(metric: Metric) -> set[str]:
+    """The labels of ``metric`` as Prometheus names them."""
+    return {label.replace(".", "_") for label in metric.labels}

@@ -26,6 +26,7 @@ from telemetry.service import Telemetry
 from tests.support.fakes import PATIENCE_S
 from tests.support.live_gateway import running_gateway
 from tests.support.otlp_collectors import HttpCollector, attributes_of, rotel
+from tests.support.prometheus_server import prometheus_labels
 
 MODEL = "tiny-random"
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -194,7 +195,7 @@ def test_figures_are_the_same_by_otlp_and_for_prometheus(served: Served, streame
         for point in data.data_points:
             assert set(attributes_of(point)) <= set(listed.labels)
     assert families <= {metric.prometheus for metric in METRICS} | {"target_info"}
-    labels = {label for metric in METRICS for label in metric.prometheus_labels}
+    labels = {label for metric in METRICS for label in prometheus_labels(metric)}
     found = {
         name for line in text.splitlines() if line.startswith(("medusa", "spec", "gen")) for name in names_in(line)
     }

@@ -9,7 +9,7 @@ from telemetry.catalog import METRICS
 from telemetry.service import Telemetry
 from tests.support.debian import binary
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
-from tests.support.prometheus_server import running_prometheus
+from tests.support.prometheus_server import prometheus_labels, running_prometheus
 
 
 def traffic(live: LiveGateway) -> None:
@@ -49,7 +49,7 @@ def test_a_real_prometheus_scrapes_every_metric(tmp_path: Path) -> None:
             suffix = "_bucket" if metric.kind == "histogram" else ""
             for series in prometheus.wait_for(metric.prometheus + suffix):
                 labels = set(series["metric"]) - {"__name__", "job", "instance", "le"}
-                assert labels <= set(metric.prometheus_labels), metric.name
+                assert labels <= prometheus_labels(metric), metric.name
         (target,) = prometheus.targets()
         assert (target["health"], target["lastError"]) == ("up", "")
         prometheus.wait_for('sum(speculative_emitted_tokens_total{class="code"}) == 24')

@@ -35,10 +35,10 @@ from backends.heads.module import MedusaHeads
 from backends.speculation.batch_gate import DraftGate
 from backends.training.backbone import Backbone
 from backends.training.data.dataset import Answer, AnswersError, HiddenStates
-from backends.training.distill import collect_states
 from backends.training.evaluation.accuracy import ALL_CLASSES, guess, rank_accuracy, replay
 from backends.training.evaluation.race import MeasuredCell, decode_prompt, race
 from backends.training.objective import OutputProjection
+from backends.training.states import collect_states
 from backends.tree import CandidateTree
 from backends.types import Acceptance, DecodingPlan, GenerationStats, SamplingParams
 

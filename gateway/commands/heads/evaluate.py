@@ -80,13 +80,11 @@ def _prompts_and_answers(
     """What to decode, and what to measure accuracy on; of the latter nothing without ``--answers``."""
     from backends.bench.prompts import PROMPTS
     from backends.training.data.answers import read_prompts
-    from backends.training.data.dataset import Answer, AnswersError
-    from backends.training.distill import read_own_answers
+    from backends.training.data.dataset import Answer
+    from backends.training.states import held_out_answers
 
     if args.answers:
-        held_out = [answer for answer in read_own_answers(backbone, args.answers, log) if answer.held_out]
-        if not held_out:
-            raise AnswersError("none of these answers is in the held-out 5%; bring more")
+        held_out = held_out_answers(backbone, args.answers, log)
         return held_out, held_out
     if args.prompts:
         records = read_prompts(args.prompts)

@@ -9,6 +9,7 @@ from backends.bench.prompts import PROMPTS
 from backends.training.data.answers import read_prompts
 from backends.training.data.own_prompts import own_prompts
 from gateway.cli import main
+from tests.support.paths import ROOT
 
 # What the benchmarks ask about.
 BENCH_TOPICS = (
@@ -40,3 +41,12 @@ def test_they_are_written_as_training_reads_them(tmp_path: Path) -> None:
     assert main(["heads", "prompts", "--out", str(tmp_path / "own.jsonl")]) == 0
     assert read_prompts(tmp_path / "own.jsonl") == own_prompts()
     assert main(["heads", "prompts", "--out", str(tmp_path / "missing" / "own.jsonl")]) != 0
+
+
+def test_the_lists_have_one_item_a_line() -> None:
+    files = sorted((ROOT / "backends" / "assets" / "own_prompts").glob("*.txt"))
+    assert len(files) == 9
+    for file in files:
+        lines = file.read_text().splitlines()
+        assert lines and len(set(lines)) == len(lines), file.name
+        assert all(line and line == line.strip() and ";" not in line for line in lines), file.name

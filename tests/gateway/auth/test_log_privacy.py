@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.auth.keyfile import parse_keys
 from gateway.routing.backends_file import parse_backends
-from policy.config.problems import PolicyError
+from policy.config.problems import ConfigError, PolicyError
 from policy.file.format import parse_policy
 from policy.shared.redis_client import parse_redis_url
 from telemetry.logs import without_secrets
@@ -226,13 +227,20 @@ def test_a_wrong_redis_url_is_not_quoted(url: str) -> None:
 
 def test_wrong_urls_in_files_are_not_quoted(tmp_path: Path) -> None:
     for url in (f"ftp://user:{SECRET}@h", f"http://user:{SECRET}@h", f"http://user:{SECRET}", f"http://h/?k={SECRET}"):
-        with pytest.raises(PolicyError) as caught:
+        with pytest.raises(ConfigError) as caught:
             parse_backends(BACKENDS.replace("http://127.0.0.1:1/v1", url).encode(), "backends.yaml")
         assert SECRET not in str(caught.value)
         if "?" not in url and not url.endswith(SECRET):
             with pytest.raises(PolicyError) as caught:
                 parse_policy(POLICY.replace("url_env: GOOD_URL", f'url: "{url}"').encode(), "policy.yaml")
             assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("parse", [parse_keys, parse_backends, parse_policy])
+def test_a_secret_in_place_of_the_version_is_not_quoted(parse: Callable[[bytes, str], object]) -> None:
+    with pytest.raises(ConfigError, match="this gateway reads version 1") as caught:
+        parse(f"version: {SECRET}\n".encode(), "file.yaml")
+    assert SECRET not in str(caught.value)
 
 
 def test_an_unexpected_error_is_logged_without_its_message(caplog: pytest.LogCaptureFixture) -> None:

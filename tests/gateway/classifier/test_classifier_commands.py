@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from gateway import cli
 from gateway.classifier import PromptClassifier
 from gateway.commands import classifier as classifier_command
 from gateway.commands import classify as classify_command
@@ -106,3 +108,27 @@ def test_bench_prints_a_row_for_every_length(capsys: pytest.CaptureFixture[str])
     assert run("classifier", "bench", "--count", "3") == 0
     out = capsys.readouterr().out
     assert all(f"| {length} |" in out for length in ("as they are", 8_000, 1_000_000))
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_without_scikit_learn_training_says_what_to_install(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("")
+    assert cli.main(["classifier", command, "--data", str(data)]) == 2
+    told = capsys.readouterr().err
+    assert f"`classifier {command}` needs scikit-learn" in told
+    assert "pip install 'medusa-gateway[train]'" in told
+
+
+def test_classifying_imports_no_scikit_learn() -> None:
+    script = (
+        "import sys; import gateway.cli, gateway.commands.serve; from gateway.classifier import PromptClassifier;"
+        "PromptClassifier.load().classify('hello');"
+        "import gateway.serving.controller, gateway.http.app;"
+        "print([name for name in ('sklearn', 'scipy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ from gateway.routing.backends_file import json_schema, parse_backends
 from gateway.routing.spec import EngineSpec, Placement, UpstreamSpec
 from gateway.serving.startup import with_threads
 from gateway.upstream.backend import ApiKeyError, UpstreamBackend, read_api_key
-from policy.config.problems import PolicyError
+from policy.config.problems import ConfigError
 from tests.gateway.commands.test_cli import FakeLoading, Served, loading, served
 from tests.support.fakes import FakeDecoder
 
@@ -94,7 +94,7 @@ UPSTREAM = "{name: b, kind: openai, serves: m, url: 'http://h/v1'%s}"
     [
         ("", 1, "", "is empty; the shortest backends file is"),
         ("version: 1\n", 1, "backends", "is missing"),
-        ("version: 2\nbackends: []", 1, "version", "expected a whole number from 1 to 1"),
+        ("version: 2\nbackends: []", 1, "version", "this gateway reads version 1, not 2"),
         ("version: 1\nbackends: []", 2, "backends", "is empty; name at least one backend"),
         ("version: 1\nbackend: []", 2, "backend", "did you mean 'backends'?"),
         ("version: 1\nbackends:\n  - {name: a}", 3, "backends[0].kind", "is missing; one of engine, openai"),
@@ -170,7 +170,7 @@ UPSTREAM = "{name: b, kind: openai, serves: m, url: 'http://h/v1'%s}"
     ],
 )
 def test_refused(text: str, line: int, path: str, told: str) -> None:
-    with pytest.raises(PolicyError) as caught:
+    with pytest.raises(ConfigError) as caught:
         parse_backends(text.encode(), "b.yaml")
     assert any(each.line == line and each.path == path and told in each.message for each in caught.value.problems), (
         caught.value.lines()

@@ -17,9 +17,9 @@ from backends.types import DecodeCounters, EngineLoad, ModelInfo
 from gateway.serving.controller import Controller, store_opener
 from policy.records import Event
 from policy.runtime import PolicyRuntime
-from policy.shared.store import MemoryStore
 from policy.spec import RequestFacts
 from policy.stabiliser import Held
+from policy.statistics.store import MemoryStore
 from tests.policy.test_policy_store import PATIENCE_S, ValkeyProcess
 from tests.support.fakes import FakeDecoder
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway

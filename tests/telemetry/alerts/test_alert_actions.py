@@ -6,10 +6,10 @@ from backends.types import DecodeCounters
 from gateway.serving.controller import Controller
 from policy.alerts import AlertRule
 from policy.runtime import PolicyRuntime
-from policy.shared.store import Prior
 from policy.spec import RequestFacts
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import Tally
+from policy.statistics.store import Prior
 from telemetry.alerts.fleet import Alarm
 from telemetry.alerts.local_states import AlertBook
 from telemetry.alerts.readings import FallbackHistory, StepsLately, readings, steps_lately

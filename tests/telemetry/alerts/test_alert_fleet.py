@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from policy.shared.redis_client import parse_redis_url
 from policy.shared.shared_text import MemoryText
-from policy.shared.store import RedisStore
+from policy.statistics.store import RedisStore
 from telemetry.alerts.fleet import (
     GIVE_UP_S,
     LEASE_S,

@@ -18,6 +18,7 @@ from telemetry.alerts.prometheus_rules import EXPRESSIONS, expression, rule_file
 from telemetry.catalog import BY_NAME, METRICS
 from tests.support.debian import binary
 from tests.support.paths import DATA
+from tests.support.prometheus_server import prometheus_labels
 
 FULL = DATA / "policies" / "full.yaml"
 EVERY = "version: 1\nclasses: {sql: {}}\nalerts:\n" + "".join(
@@ -43,9 +44,9 @@ def test_every_figure_is_of_metrics_that_exist() -> None:
             assert BY_NAME[metric.name] is metric
             assert f"{metric.prometheus}{{filters}}" in each.series, "its name is the one that is scraped"
             assert metric.prometheus in exported
-            assert set(each.by) <= set(metric.prometheus_labels)
+            assert set(each.by) <= prometheus_labels(metric)
         if FIGURES[name].by_head:
-            assert {"head", "rank"} <= set(each.metrics[0].prometheus_labels)
+            assert {"head", "rank"} <= prometheus_labels(each.metrics[0])
 
 
 @pytest.mark.parametrize("name", ["embedded", "full", "every figure"])

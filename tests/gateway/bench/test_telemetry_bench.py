@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.bench.telemetry.contestants import Contestant, with_telemetry, without_telemetry
+from gateway.bench.telemetry.load import Client, Load, Target
+from gateway.bench.telemetry.ratios import median_interval, mirrored, summary
+from gateway.bench.telemetry.receivers import Received, receiver
+from gateway.bench.telemetry.run import AGAIN, BASE, FULL, HOLE, VARIANTS, TelemetryBench, run_telemetry_bench
 from gateway.cli import main
-from gateway.telemetry_bench.contestants import Contestant, with_telemetry, without_telemetry
-from gateway.telemetry_bench.load import Client, Load, Target
-from gateway.telemetry_bench.ratios import median_interval, mirrored, summary
-from gateway.telemetry_bench.receivers import Received, receiver
-from gateway.telemetry_bench.run import AGAIN, BASE, FULL, HOLE, VARIANTS, TelemetryBench, run_telemetry_bench
 from tests.support.fakes import PATIENCE_S
 from tests.support.live_gateway import MODEL, running_gateway
 

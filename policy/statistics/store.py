@@ -1,30 +1,26 @@
 """Where replicas put their counters and find each other's: Redis, or this process's memory with the same interface.
 
-Nothing here runs on a request's path. A call that fails raises :class:`StoreUnavailable`; every call may be repeated.
+Nothing here runs on a request's path. A call that fails raises :class:`policy.shared.redis_client.StoreUnavailable`;
+every call may be repeated.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from redis.exceptions import RedisError
-
 from backends.types import DecodeCounters
-from policy.shared.redis_client import RedisTarget, connect, reason
-from policy.shared.shared_text import MemoryText, SharedText
+from policy.shared.embedded_valkey import EmbeddedServer
+from policy.shared.redis_client import RedisTarget, connect, unavailable_on_error
+from policy.shared.shared_text import MemoryText, RedisText, SharedText
 from policy.statistics.counters import Tally, as_json, copy_of, from_json, pack, unpack
 from policy.statistics.epoch_book import EPOCH_S, RETAINED_EPOCHS
 
 EPOCH_TTL_S = int(EPOCH_S * (RETAINED_EPOCHS + 30))
 PRIOR_TTL_S = 90 * 86_400
-TEXT_TTL_S = 30 * 86_400
-
-
-class StoreUnavailable(Exception):
-    """The store did not answer, or not as a store should. What the call did is unknown."""
 
 
 class Register(NamedTuple):
@@ -138,31 +134,6 @@ return 1
 """
 
 
-_LOAD_TEXT = "return {redis.call('GET', KEYS[1]) or '', redis.call('TIME')}"
-_SWAP_TEXT = """
-if (redis.call('GET', KEYS[1]) or '') ~= ARGV[1] then return 0 end
-redis.call('SET', KEYS[1], ARGV[2], 'EX', ARGV[3])
-return 1
-"""
-
-
-class RedisText:
-    """A key of a :class:`RedisStore`. The clock is the server's."""
-
-    def __init__(self, client: Any, key: str) -> None:
-        self._client = client
-        self._key = key
-
-    async def load(self) -> tuple[str, float]:
-        async with _told():
-            text, (seconds, micros) = await self._client.eval(_LOAD_TEXT, 1, self._key)
-        return str(text), int(seconds) + int(micros) / 1e6
-
-    async def swap(self, before: str, after: str) -> bool:
-        async with _told():
-            return bool(await self._client.eval(_SWAP_TEXT, 1, self._key, before, after, TEXT_TTL_S))
-
-
 class RedisStore:
     """Any Redis or Valkey that knows EVAL. All keys share one hash tag, so they lie on one node of a cluster."""
 
@@ -177,7 +148,7 @@ class RedisStore:
     async def write(self, replica: str, serial: int, epochs: Mapping[int, Mapping[str, DecodeCounters]]) -> None:
         if not epochs:
             return
-        async with _told():
+        with unavailable_on_error():
             pipeline = self._client.pipeline(transaction=False)
             for epoch, values in epochs.items():
                 fields = [text for key, value in values.items() for text in (f"{replica}|{key}", pack(value))]
@@ -185,7 +156,7 @@ class RedisStore:
             await pipeline.execute()
 
     async def read(self, epochs: Sequence[int]) -> tuple[dict[Register, DecodeCounters], Prior]:
-        async with _told():
+        with unavailable_on_error():
             pipeline = self._client.pipeline(transaction=False)
             pipeline.get(f"{self._prefix}:prior")
             for epoch in epochs:
@@ -202,7 +173,7 @@ class RedisStore:
 
     async def replace_prior(self, before: int, prior: Prior) -> bool:
         text = f"{prior.epoch} {json.dumps({key: as_json(value) for key, value in prior.tallies.items()})}"
-        async with _told():
+        with unavailable_on_error():
             return bool(await self._client.eval(_REPLACE_PRIOR, 1, f"{self._prefix}:prior", before, text, PRIOR_TTL_S))
 
     def shared_text(self, name: str) -> SharedText:
@@ -215,14 +186,18 @@ class RedisStore:
         return f"{self._prefix}:epoch:{epoch}"
 
 
-class _told:
-    """Turns whatever a client raises into :class:`StoreUnavailable`."""
+class EmbeddedStore(RedisStore):
+    """A store that owns its server."""
 
-    async def __aenter__(self) -> None: ...
+    def __init__(self, server: EmbeddedServer, target: RedisTarget) -> None:
+        what = "embedded Valkey" if not server.shared_folder_taken else "embedded Valkey in a temporary folder"
+        super().__init__(target, durable=not server.shared_folder_taken, describe=f"{what} ({server.folder})")
+        self._server = server
 
-    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, (RedisError, OSError, TimeoutError)):
-            raise StoreUnavailable(reason(error)) from error
+    async def close(self) -> None:
+        await super().close()
+        # In a thread: it waits for the server's data to be on disk.
+        await asyncio.to_thread(self._server.stop)
 
 
 def _counters(text: str) -> DecodeCounters | None:
