@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from litestar.types import Scope
 
+from gateway.wire.requests import GenerationFields
 from telemetry.request import RequestRecord
-
-if TYPE_CHECKING:
-    from gateway.serving.results import ChoiceResult
-    from gateway.wire.requests import GenerationFields
 
 _KEY = "request_record"
 
@@ -38,13 +32,3 @@ def note_asked(record: RequestRecord, body: GenerationFields, max_tokens: int | 
         "gen_ai.request.choice.count": body.n,
         "gen_ai.request.stream": bool(body.stream),
     }
-
-
-def note_results(record: RequestRecord, results: Sequence[ChoiceResult]) -> None:
-    """The answer is complete."""
-    record.sequences = tuple(result.stats for result in results if result.stats is not None)
-    record.output_tokens = sum(result.num_tokens for result in results)
-    record.finish_reasons = tuple(result.finish_reason for result in results)
-    record.completed = True
-    if record.content is not None:
-        record.content["gen_ai.output.messages"] = [result.text for result in results]

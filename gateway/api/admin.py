@@ -16,6 +16,7 @@ from litestar.response.base import ASGIResponse
 
 from gateway.admission import Ticket
 from gateway.api.completions import chat_call, completion_call
+from gateway.api.responses import json_response
 from gateway.auth.charging import charge, refuse_early
 from gateway.auth.guard import needs
 from gateway.serving.dispatch import refusal, route
@@ -50,17 +51,13 @@ class PolicyText(msgspec.Struct, forbid_unknown_fields=True):
     file: str = "policy.yaml"
 
 
-def _json(value: Any) -> ASGIResponse:
-    return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
-
-
 @get("/admin/policy")
 async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
     """The policy in force, and what became of the last edits."""
     runtime = gateway_of(request).controller.policy
     status = runtime.status
     rejection = status.rejection
-    return _json(
+    return json_response(
         {
             "file": status.file,
             "version": status.version,
@@ -82,7 +79,7 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
     """Statistics, fallbacks and events, and the health of what they come from."""
     controller = gateway_of(request).controller
     sync = controller.sync
-    return _json(
+    return json_response(
         {
             "health": controller.health(),
             "access": gateway_of(request).access.as_dict(),
@@ -100,7 +97,7 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
 async def show_backends(request: Request[Any, Any, Any]) -> ASGIResponse:
     """Every backend: where it stands, what it holds, and how it did."""
     gateway = gateway_of(request)
-    return _json(
+    return json_response(
         {
             "ready": gateway.ready,
             "required": sorted(gateway.backends.required),
@@ -117,7 +114,7 @@ async def show_decision(request: Request[Any, Any, Any], request_id: FromPath[st
         raise DecisionNotFound(
             f"No decision on '{request_id[:200]}' is kept here: the last few thousand of this replica are."
         )
-    return _json(record.as_dict())
+    return json_response(record.as_dict())
 
 
 @post("/admin/policy/validate", status_code=200)
@@ -142,8 +139,8 @@ async def validate_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
             {"line": each.line, "path": each.path, "message": each.message, "text": line}
             for each, line in zip(error.problems, error.lines(), strict=True)
         ]
-        return _json({"valid": False, "problems": problems})
-    return _json({"valid": True, "version": version, "changes": changes})
+        return json_response({"valid": False, "problems": problems})
+    return json_response({"valid": True, "version": version, "changes": changes})
 
 
 @post("/v1/decoding/explain", status_code=200, opt=needs("inference"))
@@ -166,7 +163,7 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
             told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
         else:
             told = await _explain_here(call, routed.backend.served, routed.class_name, request, gateway, ticket)
-        return _json({**told, "routing": routed.choice.as_dict()})
+        return json_response({**told, "routing": routed.choice.as_dict()})
     finally:
         ticket.close()
 

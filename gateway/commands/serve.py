@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.commands import serve_telemetry
 from gateway.commands.auth_options import add_options, open_access
 from gateway.commands.engine_options import add_engine_options, no_such_folder
+from gateway.commands.errors import CommandError
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gateway.cli import CommandError
     from gateway.http.server import bind, run_server
     from gateway.serving.state import GatewayState
 
@@ -139,7 +139,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _controller(args: argparse.Namespace) -> Controller:
     from gateway.classifier import ArtifactError, PromptClassifier
-    from gateway.cli import CommandError
     from gateway.serving.controller import Controller, store_opener
     from policy.config.problems import PolicyError
     from policy.runtime import PolicyRuntime
@@ -171,7 +170,6 @@ def _redis_url(args: argparse.Namespace, environ: Mapping[str, str]) -> str | No
 
 
 def _read_backends(args: argparse.Namespace, controller: Controller) -> BackendsSpec:
-    from gateway.cli import CommandError
     from gateway.routing.backends_file import parse_backends
     from gateway.serving.startup import unknown_classes
     from policy.config.problems import PolicyError
@@ -193,7 +191,6 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
 
 
 def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
-    from gateway.cli import CommandError
     from gateway.serving.startup import open_backends
     from gateway.upstream.backend import ApiKeyError
 
@@ -228,8 +225,6 @@ def _open_one(args: argparse.Namespace) -> Backends:
 
 
 def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
-    from gateway.cli import CommandError
-
     for name in (given["model"], given["heads"]):
         if name is not None and (problem := no_such_folder(name)):
             # Of a backends file; flags are looked at when they are read.

@@ -19,9 +19,9 @@ from gateway.api.metrics import RequestTelemetry, metrics, observed
 from gateway.api.openapi import openapi_route
 from gateway.auth.guard import ResponseHeaders, guard
 from gateway.http.cors import Cors
+from gateway.http.error_responses import handle_exception
 from gateway.http.stopping import stopped
 from gateway.serving.state import GatewayState
-from gateway.wire.errors import handle_exception
 from gateway.wire.request_id import RequestIdHeader
 from policy.limits.arithmetic import STANDING_HEADERS
 

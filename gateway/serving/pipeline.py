@@ -14,16 +14,17 @@ from litestar.response.base import ASGIResponse
 from backends.types import DecodingPlan, GenerationRequest, ModelInfo, SamplingParams, TokenChunk
 from gateway.admission import Ticket
 from gateway.auth.charging import charge, refuse_early
-from gateway.request_record import note_asked, note_results, record_of
+from gateway.request_record import note_asked, record_of
 from gateway.serving.controller import Controller
 from gateway.serving.generation import Generation, unless_disconnected
 from gateway.serving.planning import arm_of, plan_for, prompt_to_classify, turn_of
-from gateway.serving.results import ChoiceResult, collect, decoding_report
+from gateway.serving.results import ChoiceResult, collect, decoding_report, note_results
 from gateway.serving.state import GatewayState
-from gateway.serving.streaming import ChoiceWriter, EventStream, StreamWriter, events, noting_failure
+from gateway.serving.streaming import ChoiceWriter, StreamWriter, events, noting_failure
 from gateway.serving.targets import EngineBackend, ServedModel
 from gateway.settings import GatewaySettings
 from gateway.wire.errors import EngineFailure, InvalidRequest
+from gateway.wire.event_stream import EventStream
 from gateway.wire.request_id import request_id_of
 from gateway.wire.requests import GenerationFields
 from gateway.wire.validation import choice_seed, requested_max_tokens, sampling_params, token_budget

@@ -24,7 +24,7 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
     silence.
     """
     options = options or DecodingOptions()
-    asked = asked_fields(options)
+    asked = options.asked_fields()
     if decision is not None:
         refuse_what_policy_forbids(options, asked, decision)
     if options.method == "vanilla":
@@ -87,16 +87,6 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
         reason="; ".join([f"the request set {', '.join(asked)}", *_shown(decision)]),
         policy_version=decision.policy_version,
     )
-
-
-def asked_fields(options: DecodingOptions) -> list[str]:
-    """The fields by which a client takes the plan into its own hands."""
-    asked = [name for name in ("heads", "tree") if getattr(options, name) is not None]
-    if options.method != "auto":
-        asked.insert(0, "method")
-    if options.acceptance == "typical":
-        asked.append("acceptance")
-    return asked
 
 
 def arm_of(plan: DecodingPlan, decision: Decision) -> Arm:

@@ -17,7 +17,7 @@ from gateway.serving.generation import unless_disconnected
 from gateway.serving.pipeline import Call, Routed, deadline_of, facts_of
 from gateway.serving.planning import refuse_what_policy_forbids
 from gateway.serving.state import GatewayState
-from gateway.serving.streaming import EventStream, noting_failure
+from gateway.serving.streaming import noting_failure
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import Chunk
 from gateway.upstream.errors import UpstreamFailure
@@ -26,6 +26,7 @@ from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Iden
 from gateway.upstream.stream import UpstreamAnswer
 from gateway.upstream.tally import Tally
 from gateway.wire.errors import APIError, ClientDisconnected, shutting_down
+from gateway.wire.event_stream import EventStream
 from gateway.wire.request_id import request_id_of
 from gateway.wire.responses import RemoteReport
 from gateway.wire.validation import requested_max_tokens, sampling_params

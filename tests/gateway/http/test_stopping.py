@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 
 SERVER = """
 import asyncio, logging, sys, threading, time
-from gateway import app, server
+from gateway.http import app, server
 from gateway.serving.controller import Controller
 from gateway.settings import GatewaySettings
 from gateway.serving.state import GatewayState, ServedModel

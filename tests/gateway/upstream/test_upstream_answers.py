@@ -26,7 +26,6 @@ from gateway.auth.access import Access, open_keys
 from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
 from gateway.serving import remote_answer as answering
-from gateway.serving.streaming import in_one_line
 from gateway.serving.targets import Backends
 from gateway.upstream import stream as streams
 from gateway.upstream.backend import UpstreamBackend
@@ -35,6 +34,7 @@ from gateway.upstream.errors import UpstreamFailure, retry_after_seconds
 from gateway.upstream.sse import MalformedStream
 from gateway.upstream.stream import _MOST_HELD
 from gateway.upstream.tally import Tally
+from gateway.wire.event_stream import in_one_line
 from gateway.wire.requests import ChatCompletionRequest, ChatMessage, CompletionRequest
 from policy.limits.limiter import Limiter
 from telemetry.logs import REQUEST_LOG
