@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from typing import TypeVar
+
 from litestar.types import Scope
 
+from gateway.wire.errors import APIError
 from gateway.wire.requests import GenerationFields
 from telemetry.request import RequestRecord
+
+T = TypeVar("T")
 
 _KEY = "request_record"
 
@@ -32,3 +38,13 @@ def note_asked(record: RequestRecord, body: GenerationFields, max_tokens: int | 
         "gen_ai.request.choice.count": body.n,
         "gen_ai.request.stream": bool(body.stream),
     }
+
+
+async def noting_failure(chunks: AsyncGenerator[T, None], record: RequestRecord) -> AsyncGenerator[T, None]:
+    """The same chunks. A stream that breaks has its status already: only its record can still say so."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except APIError as error:
+        record.error = error.code or error.type
+        raise

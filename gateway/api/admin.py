@@ -14,27 +14,21 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from gateway.admission import Ticket
 from gateway.api.completions import chat_call, completion_call
 from gateway.api.responses import json_response
-from gateway.auth.charging import charge, refuse_early
+from gateway.auth.charging import refuse_early
 from gateway.auth.guard import needs
+from gateway.serving.call import Call
 from gateway.serving.dispatch import refusal, route
-from gateway.serving.pipeline import Call, Routed, plan_call
-from gateway.serving.planning import plan_for
-from gateway.serving.remote_answer import explain_remotely
-from gateway.serving.state import GatewayState, gateway_of
-from gateway.serving.targets import ServedModel
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving.pipeline import Attempt
+from gateway.serving.state import gateway_of
 from gateway.wire.errors import APIError, InvalidRequest
 from gateway.wire.request_body import off_the_loop, read_json
-from gateway.wire.validation import requested_max_tokens, sampling_params, token_budget
 from policy.config.problems import PolicyError
 from policy.diff import differences
 from policy.file.format import parse_policy
 from policy.spec import PolicySpec
 
-_EXPLAINED = "explain-"
 _NULL = msgspec.Raw(b"null")
 
 
@@ -158,49 +152,10 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     refuse_early(request.scope, gateway.access)
     ticket = gateway.explaining.admit(1)
     try:
-        if isinstance(routed.backend, UpstreamBackend):
-            await _charge(request, gateway, ticket)
-            told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
-        else:
-            told = await _explain_here(call, routed.backend.served, routed.class_name, request, gateway, ticket)
+        told = await Attempt(call, routed.backend, routed.class_name, None, request, gateway).explain(ticket)
         return json_response({**told, "routing": routed.choice.as_dict()})
     finally:
         ticket.close()
-
-
-async def _charge(request: Request[Any, Any, Any], gateway: GatewayState, ticket: Ticket) -> None:
-    await charge(request.scope, gateway.access, ticket, prompt_tokens=0, answer_tokens=0, named=False)
-    # Paid for, whatever becomes of it.
-    ticket.used_tokens = 0
-
-
-async def _explain_here(
-    call: Call,
-    served: ServedModel,
-    class_name: str,
-    request: Request[Any, Any, Any],
-    gateway: GatewayState,
-    ticket: Ticket,
-) -> dict[str, Any]:
-    body, info = call.body, served.decoder.info
-    sampling = sampling_params(body, info, gateway.settings, call.logprobs)
-    plan_for(body.decoding, info)
-    await _charge(request, gateway, ticket)
-    prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)
-    for ids in prompts:
-        token_budget(
-            requested_max_tokens(body), sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field
-        )
-    planned = plan_call(call, served, class_name, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True)
-    facts = {name: getattr(planned.facts, name) for name in type(planned.facts).__slots__ if name != "request_id"}
-    live, now = gateway.controller.statistics.live, gateway.controller.clock()
-    stats = live.find(planned.facts.model, planned.facts.class_name, planned.decision.bucket)
-    return {
-        "facts": facts,
-        "decision": planned.decision.as_dict(),
-        "plan": planned.as_dict(),
-        "statistics": None if stats is None else stats.as_dict(now),
-    }
 
 
 def _call(raw: bytes) -> Call:

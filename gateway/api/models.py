@@ -11,9 +11,8 @@ from litestar.routes import HTTPRoute
 
 from gateway.api.responses import json_response
 from gateway.auth.guard import OPT, needs
+from gateway.serving.backend import Backend
 from gateway.serving.state import GatewayState, gateway_of
-from gateway.serving.targets import Backend
-from gateway.upstream.backend import UpstreamBackend
 from gateway.version import package_version
 from gateway.wire.errors import Unavailable, shutting_down
 from gateway.wire.responses import Health, ModelCard, ModelList, Pointer
@@ -22,14 +21,11 @@ from gateway.wire.responses import Health, ModelCard, ModelList, Pointer
 def model_card(backend: Backend) -> ModelCard:
     """The card of a model by the backend that stands for it."""
     info = backend.info
-    if isinstance(backend, UpstreamBackend):
-        length = backend.health.max_model_len
-        return ModelCard(info.name, info.created, "medusa-gateway", length, 0, info.dtype, info.device)
     return ModelCard(
         id=info.name,
         created=info.created,
         owned_by="medusa-gateway",
-        max_model_len=info.max_model_len,
+        max_model_len=backend.max_model_len,
         num_heads=info.num_heads,
         dtype=info.dtype,
         device=info.device,

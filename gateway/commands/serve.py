@@ -211,7 +211,8 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
 def _open_one(args: argparse.Namespace) -> Backends:
     """The simple case: one engine, which is also the name of its backend."""
     from gateway.admission import Places
-    from gateway.serving.targets import Backends, EngineBackend, ServedModel
+    from gateway.serving.call import ServedModel
+    from gateway.serving.targets import Backends, EngineBackend
 
     opened = _open_engine(
         args,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
@@ -13,10 +13,8 @@ from gateway.serving.results import ChoiceResult, decoding_report, usage
 from gateway.wire.errors import APIError, handle_unexpected
 from gateway.wire.event_stream import DONE, error_event
 from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
-from telemetry.request import RequestRecord
 
 _encode = msgspec.json.encode
-T = TypeVar("T")
 
 
 class ChoiceWriter(Protocol):
@@ -145,13 +143,3 @@ async def events(
     finally:
         generation.close()
     yield DONE
-
-
-async def noting_failure(chunks: AsyncGenerator[T, None], record: RequestRecord) -> AsyncGenerator[T, None]:
-    """The same chunks. A stream that breaks has its status already: only its record can still say so."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except APIError as error:
-        record.error = error.code or error.type
-        raise

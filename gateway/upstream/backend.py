@@ -25,6 +25,7 @@ from gateway.routing.spec import UpstreamSpec
 from gateway.upstream.errors import UpstreamBusy, UpstreamFailure
 from gateway.upstream.payload import what_it_lacks
 from gateway.wire.errors import APIError
+from gateway.wire.hops import HOPS_HEADER, MAX_HOPS
 from gateway.wire.requests import INT32_MAX, GenerationFields
 from policy.background import PatientCall, cancel_and_wait, pause
 from policy.config.watched_file import read_regular
@@ -144,8 +145,21 @@ class UpstreamBackend:
     def headers(self) -> dict[str, str]:
         return {} if self._key is None else {"authorization": f"Bearer {self._key}"}
 
-    def candidate(self, body: GenerationFields) -> Candidate:
-        lacking = what_it_lacks(body, self.spec.dialect)
+    @property
+    def max_model_len(self) -> int | None:
+        """What the upstream says of its own; None: nothing."""
+        return self.health.max_model_len
+
+    def lacking(self, body: GenerationFields) -> tuple[str, ...]:
+        """Names of the fields of ``body`` that it does not honour."""
+        return what_it_lacks(body, self.spec.dialect)
+
+    def candidate(self, body: GenerationFields, hops: int = 0) -> Candidate:
+        """As ``body``, which came through ``hops`` gateways, sees it."""
+        lacking = self.lacking(body)
+        lacks = f"can't do {', '.join(lacking)}" if lacking else None
+        if hops >= MAX_HOPS:
+            lacks = f"is one gateway too many: {HOPS_HEADER} is {hops} already"
         return Candidate(
             self.name,
             load=self.places.in_flight / self.spec.max_running,
@@ -153,7 +167,7 @@ class UpstreamBackend:
             priority=self.spec.placement.priority,
             classes=self.spec.placement.classes,
             down=self._down(),
-            lacks=f"can't do {', '.join(lacking)}" if lacking else None,
+            lacks=lacks,
             busy=self.clock() < self._busy_until,
         )
 

@@ -38,7 +38,7 @@ def decoding_wishes(options: DecodingOptions | None) -> list[str]:
 def payload(
     body: GenerationFields, prompt: Any, dialect: Dialect, upstream_model: str, temperature: float | None
 ) -> tuple[str, dict[str, Any]]:
-    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.serving.pipeline.Call.prompt`.
+    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.serving.call.Call.prompt`.
 
     Always streamed, whatever the client wants, so that an upstream that hangs is noticed. Labels (``user``,
     ``metadata``) are for this gateway's operator and go no further. ``temperature`` None: the upstream's default.

@@ -20,7 +20,8 @@ import asyncio, logging, sys, threading, time
 from gateway.http import app, server
 from gateway.serving.controller import Controller
 from gateway.settings import GatewaySettings
-from gateway.serving.state import GatewayState, ServedModel
+from gateway.serving.call import ServedModel
+from gateway.serving.state import GatewayState
 from tests.support.fakes import FakeDecoder, FakeTokenizer
 
 logging.basicConfig()
