@@ -20,6 +20,7 @@ from gateway.auth.charging import refuse_early
 from gateway.auth.guard import needs
 from gateway.serving.call import Call
 from gateway.serving.dispatch import refusal, route
+from gateway.serving.health import health
 from gateway.serving.pipeline import Attempt
 from gateway.serving.state import gateway_of
 from gateway.wire.errors import APIError, InvalidRequest
@@ -72,15 +73,15 @@ async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
 async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
     """Statistics, fallbacks and events, and the health of what they come from."""
     controller = gateway_of(request).controller
-    sync = controller.sync
+    sync = controller.background.sync
     return json_response(
         {
-            "health": controller.health(),
+            "health": health(controller),
             "access": gateway_of(request).access.as_dict(),
             "policy_version": controller.policy.spec.version,
-            "fallback_count": controller.fallback_count,
+            "fallback_count": controller.events.fallback_count,
             **controller.statistics.report(controller.clock()),
-            "events": [event.as_dict() for event in controller.events],
+            "events": [event.as_dict() for event in controller.events.log],
             "rewritten_epochs": sync.rewritten_epochs if sync else 0,
             "own_counters": controller.statistics.book.total(),
         }

@@ -46,7 +46,7 @@ class MuteBody(msgspec.Struct, forbid_unknown_fields=True, rename={"class_name":
 
 
 def _alerting(request: Request[Any, Any, Any]) -> Alerting:
-    alerting = gateway_of(request).controller.alerting
+    alerting = gateway_of(request).controller.background.alerting
     if alerting is None:
         raise StoreAway("Alerts are not evaluated yet: the gateway is starting.")
     return alerting

@@ -12,6 +12,7 @@ from litestar.routes import HTTPRoute
 from gateway.api.responses import json_response
 from gateway.auth.guard import OPT, needs
 from gateway.serving.backend import Backend
+from gateway.serving.health import problems
 from gateway.serving.state import GatewayState, gateway_of
 from gateway.version import package_version
 from gateway.wire.errors import Unavailable, shutting_down
@@ -36,9 +37,9 @@ def model_card(backend: Backend) -> ModelCard:
 
 def _health(gateway: GatewayState) -> Health:
     """For everybody, so in words: what names hosts and files is in ``GET /admin/stats``."""
-    degraded = [*gateway.controller.problems(), *gateway.access.problems()]
+    degraded = [*problems(gateway.controller), *gateway.access.problems()]
     degraded += [f"no healthy backend for {name}" for name in gateway.backends.missing]
-    return Health("degraded" if degraded else "ok", degraded, gateway.controller.stale_heads)
+    return Health("degraded" if degraded else "ok", degraded, gateway.controller.background.stale_heads)
 
 
 @get("/v1/models", opt=needs("inference"))

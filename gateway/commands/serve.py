@@ -139,7 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _controller(args: argparse.Namespace) -> Controller:
     from gateway.classifier import ArtifactError, PromptClassifier
-    from gateway.serving.controller import Controller, store_opener
+    from gateway.serving.controller import Controller
+    from gateway.serving.statistics_store import store_opener
     from policy.config.problems import PolicyError
     from policy.runtime import PolicyRuntime
 
