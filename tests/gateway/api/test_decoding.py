@@ -186,3 +186,4 @@ def test_choice_seeds_are_int64_and_distinct() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
     assert choice_seed(5, 0) == 5
+    assert choice_seed(5, 1) == 7134611160154358618, "answers to a request with n and a seed stay what they were"
