@@ -84,8 +84,10 @@ class EnginePlan:
 
     def start(self, prepared: Prepared) -> EngineAnswer:
         """Raises :class:`Unavailable` if the engine is gone."""
+        prepared.record.prompt_tokens = prepared.prompts.total
         generation = Generation(self.served.decoder, self._sequences(prepared), prepared.ticket, prepared.request_id)
-        prepared.ticket.used_tokens = prepared.record.prompt_tokens = prepared.prompts.total
+        # From here on the request has begun, so its prompt is paid for.
+        prepared.ticket.used_tokens = prepared.prompts.total
         answer = Answer(
             id=prepared.answer_id,
             created=prepared.created,

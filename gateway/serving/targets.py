@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +15,11 @@ from gateway.serving.backend import Backend, Parameters, Prompts
 from gateway.serving.call import Call, ServedModel
 from gateway.serving.planning import check_options
 from gateway.settings import GatewaySettings
-from gateway.upstream.backend import UpstreamBackend
+from gateway.upstream.backend import Note, UpstreamBackend
 from gateway.wire.errors import ModelNotFound
 from gateway.wire.requests import DecodingOptions, GenerationFields
 from policy.decision import Decision
-from policy.records import EventKind
 from policy.spec import RequestFacts
-
-Note = Callable[[EventKind, str, str, dict[str, Any]], None]
-"""Told of a backend's changes: kind, message, model, values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +181,7 @@ class Backends:
     async def start(self, note: Note) -> None:
         """Open the upstreams' clients and begin to check them."""
         for each in self.upstreams:
-            each.note = note
-            await each.start()
+            await each.start(note)
 
     async def stop(self) -> None:
         for each in self.upstreams:

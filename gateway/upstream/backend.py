@@ -39,6 +39,10 @@ _SLICES = 10
 _MOST_HEALTH_BYTES = 1024 * 1024
 
 
+Note = Callable[[EventKind, str, str, dict[str, Any]], None]
+"""Told of a backend's changes: kind, message, model, values."""
+
+
 @dataclass(slots=True)
 class Health:
     """``ok`` None: not checked yet, which counts as well. ``since``: monotonic, when ``ok`` last changed."""
@@ -86,7 +90,7 @@ def read_api_key(spec: UpstreamSpec) -> str | None:
 class UpstreamBackend:
     """Used from one event loop only. :meth:`start` and :meth:`stop` are called by the app.
 
-    ``transport`` is for tests. ``note`` is told when the backend goes down or comes back.
+    ``transport`` is for tests.
     """
 
     kind = "openai"
@@ -101,7 +105,7 @@ class UpstreamBackend:
         self.spec = spec
         self.clock = clock
         self.places = Places(spec.max_in_flight)
-        self.note: Callable[[EventKind, str, str, dict[str, Any]], None] = lambda kind, message, model, values: None
+        self._note: Note | None = None
         # Wide open limits: what the upstream's tokenizer and context allow, only the upstream knows.
         self.info = ModelInfo(spec.serves, INT32_MAX, INT32_MAX, 0, "unknown", "remote")
         self.health = Health(since=clock())
@@ -225,13 +229,17 @@ class UpstreamBackend:
             self._tell("backend_up", "answers again: circuit closed")
 
     def _tell(self, kind: EventKind, what: str) -> None:
-        self.note(kind, f"backend {self.name}: {what}", self.model, {"backend": self.name})
+        if self._note is not None:
+            self._note(kind, f"backend {self.name}: {what}", self.model, {"backend": self.name})
 
     # In the background.
 
-    async def start(self) -> None:
-        """Open the client and begin to check. Raises ApiKeyError or OSError for a file that can't be read."""
-        spec = self.spec
+    async def start(self, note: Note) -> None:
+        """Open the client and begin to check. ``note`` is told when the backend goes down or comes back.
+
+        Raises ApiKeyError or OSError for a file that can't be read.
+        """
+        spec, self._note = self.spec, note
         verify: ssl.SSLContext | bool = True
         if spec.ca_file is not None:
             verify = ssl.create_default_context(cafile=spec.ca_file)
