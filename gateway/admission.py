@@ -94,10 +94,6 @@ class Admission:
         self.idle.set()
 
     @property
-    def capacity(self) -> int:
-        return self.places.capacity
-
-    @property
     def in_flight(self) -> int:
         return self.places.in_flight
 

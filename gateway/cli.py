@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib import util
 
 from gateway.commands.engine_options import refuse_missing_folders
+from gateway.commands.errors import CommandError
 from gateway.version import package_version
 
 COMMANDS = (
@@ -17,10 +18,6 @@ COMMANDS = (
     *("heads", "classifier", "classify", "verify_lossless", "bench"),
 )
 """Modules of ``gateway.commands``. Each has ``add_parser(subparsers)``, sets ``run`` and imports nothing heavy."""
-
-
-class CommandError(Exception):
-    """Something the user can mend: told in one line, without a traceback."""
 
 
 def available_commands() -> tuple[str, ...]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator
+from typing import TypeVar
 
 from litestar.types import Scope
 
+from gateway.wire.errors import APIError
+from gateway.wire.requests import GenerationFields
 from telemetry.request import RequestRecord
 
-if TYPE_CHECKING:
-    from gateway.serving.results import ChoiceResult
-    from gateway.wire.requests import GenerationFields
+T = TypeVar("T")
 
 _KEY = "request_record"
 
@@ -40,11 +40,11 @@ def note_asked(record: RequestRecord, body: GenerationFields, max_tokens: int | 
     }
 
 
-def note_results(record: RequestRecord, results: Sequence[ChoiceResult]) -> None:
-    """The answer is complete."""
-    record.sequences = tuple(result.stats for result in results if result.stats is not None)
-    record.output_tokens = sum(result.num_tokens for result in results)
-    record.finish_reasons = tuple(result.finish_reason for result in results)
-    record.completed = True
-    if record.content is not None:
-        record.content["gen_ai.output.messages"] = [result.text for result in results]
+async def noting_failure(chunks: AsyncGenerator[T, None], record: RequestRecord) -> AsyncGenerator[T, None]:
+    """The same chunks. A stream that breaks has its status already: only its record can still say so."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except APIError as error:
+        record.error = error.code or error.type
+        raise

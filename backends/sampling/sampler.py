@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from backends.runners.base import ModelRunner, RowSampling
+from backends.sampling.splitmix import splitmix64
 from backends.types import SamplingParams
 
-_MASK = (1 << 64) - 1
 _HIGHEST = np.finfo(np.float32).max
 
 
@@ -22,14 +22,7 @@ def keyed_uniform(seed: int, position: int) -> float:
 
     Sampling at a position never depends on how many numbers were drawn before, which makes it independent of the tree.
     """
-    return (_mix(_mix(seed & _MASK) ^ (position & _MASK)) >> 11) * 2.0**-53
-
-
-def _mix(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)
+    return (splitmix64(splitmix64(seed) ^ position) >> 11) * 2.0**-53
 
 
 @dataclass(slots=True)

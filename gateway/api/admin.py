@@ -14,26 +14,22 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
-from gateway.admission import Ticket
 from gateway.api.completions import chat_call, completion_call
-from gateway.auth.charging import charge, refuse_early
+from gateway.api.responses import json_response
+from gateway.auth.charging import refuse_early
 from gateway.auth.guard import needs
+from gateway.serving.call import Call
 from gateway.serving.dispatch import refusal, route
-from gateway.serving.pipeline import Call, Routed, plan_call
-from gateway.serving.planning import plan_for
-from gateway.serving.remote_answer import explain_remotely
-from gateway.serving.state import GatewayState, gateway_of
-from gateway.serving.targets import ServedModel
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving.health import health
+from gateway.serving.pipeline import Attempt
+from gateway.serving.state import gateway_of
 from gateway.wire.errors import APIError, InvalidRequest
 from gateway.wire.request_body import off_the_loop, read_json
-from gateway.wire.validation import requested_max_tokens, sampling_params, token_budget
 from policy.config.problems import PolicyError
 from policy.diff import differences
 from policy.file.format import parse_policy
 from policy.spec import PolicySpec
 
-_EXPLAINED = "explain-"
 _NULL = msgspec.Raw(b"null")
 
 
@@ -50,17 +46,13 @@ class PolicyText(msgspec.Struct, forbid_unknown_fields=True):
     file: str = "policy.yaml"
 
 
-def _json(value: Any) -> ASGIResponse:
-    return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
-
-
 @get("/admin/policy")
 async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
     """The policy in force, and what became of the last edits."""
     runtime = gateway_of(request).controller.policy
     status = runtime.status
     rejection = status.rejection
-    return _json(
+    return json_response(
         {
             "file": status.file,
             "version": status.version,
@@ -81,15 +73,15 @@ async def show_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
 async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
     """Statistics, fallbacks and events, and the health of what they come from."""
     controller = gateway_of(request).controller
-    sync = controller.sync
-    return _json(
+    sync = controller.background.sync
+    return json_response(
         {
-            "health": controller.health(),
+            "health": health(controller),
             "access": gateway_of(request).access.as_dict(),
             "policy_version": controller.policy.spec.version,
-            "fallback_count": controller.fallback_count,
+            "fallback_count": controller.events.fallback_count,
             **controller.statistics.report(controller.clock()),
-            "events": [event.as_dict() for event in controller.events],
+            "events": [event.as_dict() for event in controller.events.log],
             "rewritten_epochs": sync.rewritten_epochs if sync else 0,
             "own_counters": controller.statistics.book.total(),
         }
@@ -100,7 +92,7 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
 async def show_backends(request: Request[Any, Any, Any]) -> ASGIResponse:
     """Every backend: where it stands, what it holds, and how it did."""
     gateway = gateway_of(request)
-    return _json(
+    return json_response(
         {
             "ready": gateway.ready,
             "required": sorted(gateway.backends.required),
@@ -117,7 +109,7 @@ async def show_decision(request: Request[Any, Any, Any], request_id: FromPath[st
         raise DecisionNotFound(
             f"No decision on '{request_id[:200]}' is kept here: the last few thousand of this replica are."
         )
-    return _json(record.as_dict())
+    return json_response(record.as_dict())
 
 
 @post("/admin/policy/validate", status_code=200)
@@ -142,8 +134,8 @@ async def validate_policy(request: Request[Any, Any, Any]) -> ASGIResponse:
             {"line": each.line, "path": each.path, "message": each.message, "text": line}
             for each, line in zip(error.problems, error.lines(), strict=True)
         ]
-        return _json({"valid": False, "problems": problems})
-    return _json({"valid": True, "version": version, "changes": changes})
+        return json_response({"valid": False, "problems": problems})
+    return json_response({"valid": True, "version": version, "changes": changes})
 
 
 @post("/v1/decoding/explain", status_code=200, opt=needs("inference"))
@@ -161,49 +153,10 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     refuse_early(request.scope, gateway.access)
     ticket = gateway.explaining.admit(1)
     try:
-        if isinstance(routed.backend, UpstreamBackend):
-            await _charge(request, gateway, ticket)
-            told = explain_remotely(call, routed.backend, Routed(routed.class_name), request, gateway)
-        else:
-            told = await _explain_here(call, routed.backend.served, routed.class_name, request, gateway, ticket)
-        return _json({**told, "routing": routed.choice.as_dict()})
+        told = await Attempt(call, routed.backend, routed.class_name, None, request, gateway).explain(ticket)
+        return json_response({**told, "routing": routed.choice.as_dict()})
     finally:
         ticket.close()
-
-
-async def _charge(request: Request[Any, Any, Any], gateway: GatewayState, ticket: Ticket) -> None:
-    await charge(request.scope, gateway.access, ticket, prompt_tokens=0, answer_tokens=0, named=False)
-    # Paid for, whatever becomes of it.
-    ticket.used_tokens = 0
-
-
-async def _explain_here(
-    call: Call,
-    served: ServedModel,
-    class_name: str,
-    request: Request[Any, Any, Any],
-    gateway: GatewayState,
-    ticket: Ticket,
-) -> dict[str, Any]:
-    body, info = call.body, served.decoder.info
-    sampling = sampling_params(body, info, gateway.settings, call.logprobs)
-    plan_for(body.decoding, info)
-    await _charge(request, gateway, ticket)
-    prompts = await call.encode(served, gateway.settings.inline_tokenize_chars)
-    for ids in prompts:
-        token_budget(
-            requested_max_tokens(body), sampling.min_tokens, len(ids), info, gateway.settings, call.prompt_field
-        )
-    planned = plan_call(call, served, class_name, prompts, _EXPLAINED + gateway.new_id(), request, gateway, dry=True)
-    facts = {name: getattr(planned.facts, name) for name in type(planned.facts).__slots__ if name != "request_id"}
-    live, now = gateway.controller.statistics.live, gateway.controller.clock()
-    stats = live.find(planned.facts.model, planned.facts.class_name, planned.decision.bucket)
-    return {
-        "facts": facts,
-        "decision": planned.decision.as_dict(),
-        "plan": planned.as_dict(),
-        "statistics": None if stats is None else stats.as_dict(now),
-    }
 
 
 def _call(raw: bytes) -> Call:

@@ -10,6 +10,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 
+from gateway.api.responses import json_response
 from gateway.serving.state import gateway_of
 from gateway.wire.errors import APIError, InvalidRequest
 from gateway.wire.request_body import read_json
@@ -44,12 +45,8 @@ class MuteBody(msgspec.Struct, forbid_unknown_fields=True, rename={"class_name":
     comment: _Text = ""
 
 
-def _json(value: Any) -> ASGIResponse:
-    return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
-
-
 def _alerting(request: Request[Any, Any, Any]) -> Alerting:
-    alerting = gateway_of(request).controller.alerting
+    alerting = gateway_of(request).controller.background.alerting
     if alerting is None:
         raise StoreAway("Alerts are not evaluated yet: the gateway is starting.")
     return alerting
@@ -58,7 +55,7 @@ def _alerting(request: Request[Any, Any, Any]) -> Alerting:
 @get("/admin/alerts")
 async def show_alerts(request: Request[Any, Any, Any]) -> ASGIResponse:
     """This replica's alerts by state, what the fleet agrees on, who is told, silences and acknowledgements."""
-    return _json(_alerting(request).status(gateway_of(request).controller.policy.spec))
+    return json_response(_alerting(request).status(gateway_of(request).controller.policy.spec))
 
 
 @post("/admin/alerts/silence", status_code=200)
@@ -82,7 +79,7 @@ async def end_silence(request: Request[Any, Any, Any], mute_id: FromPath[str]) -
         raise StoreAway(f"The fleet can't be told, nothing has changed: {error}") from None
     if not found:
         raise MuteNotFound(f"There is no silence or acknowledgement '{mute_id[:200]}'.")
-    return _json({"ended": mute_id})
+    return json_response({"ended": mute_id})
 
 
 async def _mute(request: Request[Any, Any, Any], kind: Literal["silence", "acknowledge"]) -> ASGIResponse:
@@ -108,7 +105,7 @@ async def _mute(request: Request[Any, Any, Any], kind: Literal["silence", "ackno
         )
     except BoardUnavailable as error:
         raise StoreAway(f"The fleet can't be told, nothing has changed: {error}") from None
-    return _json(shown(mute))
+    return json_response(shown(mute))
 
 
 def alert_routes() -> list[HTTPRouteHandler]:

@@ -10,12 +10,11 @@ from litestar import Request, post
 from litestar.response.base import ASGIResponse
 
 from gateway.auth.guard import needs
+from gateway.serving.call import Answer, Call, ServedModel
 from gateway.serving.dispatch import dispatch
-from gateway.serving.pipeline import Answer, Call
 from gateway.serving.results import ChoiceResult, decoding_report, usage
 from gateway.serving.state import gateway_of
 from gateway.serving.streaming import ChatChoiceWriter, CompletionChoiceWriter
-from gateway.serving.targets import ServedModel
 from gateway.upstream.payload import tokens_of
 from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
 from gateway.wire.prompts import encode_messages, encode_prompts, plain_messages, refuse_unknown_ids, split_prompts

@@ -71,19 +71,20 @@ class RequestTelemetry(ASGIMiddleware):
 def take_figures(state: GatewayState) -> Figures:
     """The figures of now, which exporters and alerts then see."""
     controller = state.controller
-    sync = controller.sync
+    background = controller.background
+    sync = background.sync
     sources = Sources(
         statistics=controller.statistics,
         decoders={each.name: each.served.decoder for each in state.backends.engines},
         models=state.backends.models,
         classes=controller.known_classes,
         policy=controller.policy.status,
-        fallbacks=controller.fallbacks,
+        fallbacks=controller.events.fallbacks,
         store=sync.health if sync is not None and sync.health.remote else None,
-        alerts={} if controller.alerting is None else controller.alerting.exported(),
+        alerts={} if background.alerting is None else background.alerting.exported(),
     )
     figures = state.telemetry.observe(sources, controller.clock())
-    controller.evaluate_alerts(figures)
+    background.evaluate_alerts(figures)
     return figures
 
 

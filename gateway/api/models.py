@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from litestar import Request, get
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 from litestar.routes import HTTPRoute
 
+from gateway.api.responses import json_response
 from gateway.auth.guard import OPT, needs
+from gateway.serving.backend import Backend
+from gateway.serving.health import problems
 from gateway.serving.state import GatewayState, gateway_of
-from gateway.serving.targets import Backend
-from gateway.upstream.backend import UpstreamBackend
 from gateway.version import package_version
 from gateway.wire.errors import Unavailable, shutting_down
 from gateway.wire.responses import Health, ModelCard, ModelList, Pointer
@@ -22,14 +22,11 @@ from gateway.wire.responses import Health, ModelCard, ModelList, Pointer
 def model_card(backend: Backend) -> ModelCard:
     """The card of a model by the backend that stands for it."""
     info = backend.info
-    if isinstance(backend, UpstreamBackend):
-        length = backend.health.max_model_len
-        return ModelCard(info.name, info.created, "medusa-gateway", length, 0, info.dtype, info.device)
     return ModelCard(
         id=info.name,
         created=info.created,
         owned_by="medusa-gateway",
-        max_model_len=info.max_model_len,
+        max_model_len=backend.max_model_len,
         num_heads=info.num_heads,
         dtype=info.dtype,
         device=info.device,
@@ -40,31 +37,27 @@ def model_card(backend: Backend) -> ModelCard:
 
 def _health(gateway: GatewayState) -> Health:
     """For everybody, so in words: what names hosts and files is in ``GET /admin/stats``."""
-    degraded = [*gateway.controller.problems(), *gateway.access.problems()]
+    degraded = [*problems(gateway.controller), *gateway.access.problems()]
     degraded += [f"no healthy backend for {name}" for name in gateway.backends.missing]
-    return Health("degraded" if degraded else "ok", degraded, gateway.controller.stale_heads)
-
-
-def _json(value: msgspec.Struct) -> ASGIResponse:
-    return ASGIResponse(body=msgspec.json.encode(value), media_type="application/json", status_code=200)
+    return Health("degraded" if degraded else "ok", degraded, gateway.controller.background.stale_heads)
 
 
 @get("/v1/models", opt=needs("inference"))
 async def list_models(request: Request[Any, Any, Any]) -> ASGIResponse:
     backends = gateway_of(request).backends
-    return _json(ModelList([model_card(backends.of_model(name)[0]) for name in backends.models]))
+    return json_response(ModelList([model_card(backends.of_model(name)[0]) for name in backends.models]))
 
 
 @get("/v1/models/{model_id:path}", opt=needs("inference"))
 async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str]) -> ASGIResponse:
     # A path parameter, since hub ids have a slash in them; Litestar gives it with a leading one.
-    return _json(model_card(gateway_of(request).backends.of_model(model_id.removeprefix("/"))[0]))
+    return json_response(model_card(gateway_of(request).backends.of_model(model_id.removeprefix("/"))[0]))
 
 
 @get(["/healthz", "/health"], opt=needs("open"))
 async def health(request: Request[Any, Any, Any]) -> ASGIResponse:
     """The process answers, and says what is not as it should be. 200 all the same: a restart would mend none of it."""
-    return _json(_health(gateway_of(request)))
+    return json_response(_health(gateway_of(request)))
 
 
 @get("/readyz", opt=needs("open"))
@@ -74,13 +67,13 @@ async def readiness(request: Request[Any, Any, Any]) -> ASGIResponse:
         raise shutting_down()
     if not gateway.ready:
         raise Unavailable(f"No healthy backend for: {', '.join(gateway.backends.missing)}.")
-    return _json(_health(gateway))
+    return json_response(_health(gateway))
 
 
 @get(["/", "/v1"], opt=needs("any"))
 async def pointer(request: Request[Any, Any, Any]) -> ASGIResponse:
     models = sorted(gateway_of(request).backends.models)
-    return _json(Pointer("medusa-gateway", package_version(), models, routes=_public_routes(request)))
+    return json_response(Pointer("medusa-gateway", package_version(), models, routes=_public_routes(request)))
 
 
 def _public_routes(request: Request[Any, Any, Any]) -> list[str]:

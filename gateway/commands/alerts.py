@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from gateway.commands.errors import CommandError
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -28,7 +30,6 @@ def add_parser(subparsers: Any) -> None:
 def run_rules(args: argparse.Namespace) -> int:
     import yaml
 
-    from gateway.cli import CommandError
     from policy.config.problems import PolicyError
     from policy.file.format import parse_policy
     from policy.runtime import PolicyRuntime

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from gateway.auth.access import Access, open_keys
 from gateway.auth.keyfile import KeyFileError
+from gateway.commands.errors import CommandError
 from gateway.settings import GatewaySettings, is_loopback
 
 KEYS_VARIABLE = "MEDUSA_API_KEYS"
@@ -62,8 +63,6 @@ def add_options(parser: argparse.ArgumentParser, own: GatewaySettings) -> None:
 
 def open_access(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Access:
     """Who may ask, by the options. Raises CommandError for what is unsafe or can't be read."""
-    from gateway.cli import CommandError
-
     path = args.api_keys or environ.get(KEYS_VARIABLE)
     hosts = [("--host", args.host)]
     if args.admin_port is not None:

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from gateway.commands.engine_options import add_engine_options
+from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
 
@@ -45,8 +46,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gateway.cli import CommandError
-
     if args.quick and args.what != "decoding":
         raise CommandError(f"--quick is not for bench {args.what}; use --rounds 1 and --concurrency instead")
     for flag in ("policy", "export_every"):

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.errors import CommandError
+
 if TYPE_CHECKING:
     from gateway.classifier.training.dataset import Example
 
@@ -65,8 +67,6 @@ def _data_options(parser: argparse.ArgumentParser, required: bool) -> None:
 
 def _need_scikit_learn(command: str) -> None:
     """It comes with the extra `train`: serving reads arrays and has no use for it."""
-    from gateway.cli import CommandError
-
     if any(find_spec(name) is None for name in ("sklearn", "scipy")):
         raise CommandError(
             f"`classifier {command}` needs scikit-learn; install it with: pip install 'medusa-gateway[train]'"

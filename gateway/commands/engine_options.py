@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.models.hub import is_path
+from gateway.commands.errors import CommandError
 
 
 class FolderOrId(argparse.Action):
@@ -29,8 +30,6 @@ def refuse_missing_folders(args: argparse.Namespace) -> None:
 
     Parsing a command line looks at no disk, so this is called behind it.
     """
-    from gateway.cli import CommandError
-
     for name in getattr(args, "may_be_folders", ()):
         if problem := no_such_folder(name):
             raise CommandError(problem)

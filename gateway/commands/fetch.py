@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.commands.engine_options import add_engine_options
+from gateway.commands.errors import CommandError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,7 +26,6 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from backends.models.demo import DemoModelError
     from backends.models.fetch import FetchError, fetch_heads, fetch_model
-    from gateway.cli import CommandError
 
     try:
         for model, heads in _wanted(args):
@@ -39,8 +39,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _wanted(args: argparse.Namespace) -> list[tuple[str | None, str | None]]:
     """Model and heads of each engine, without repetitions."""
-    from gateway.cli import CommandError
-
     if args.backends is None:
         return [(args.model, args.heads)]
     if args.model is not None or args.heads is not None:

@@ -9,6 +9,7 @@ import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.errors import CommandError
 from gateway.commands.validating import read_input, validate_files
 
 if TYPE_CHECKING:
@@ -54,7 +55,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run_new(args: argparse.Namespace) -> int:
     from gateway.auth.keyfile import KeyFileError, new_key, parse_keys, written_digest
-    from gateway.cli import CommandError
 
     key = new_key()
     entry: dict[str, Any] = {"name": args.name, "hash": written_digest(key), "scopes": args.scope or ["inference"]}
@@ -79,7 +79,6 @@ def run_new(args: argparse.Namespace) -> int:
 
 def run_hash(args: argparse.Namespace) -> int:
     from gateway.auth.keyfile import LEAST_CHARS, written_digest
-    from gateway.cli import CommandError
 
     key = sys.stdin.readline().strip()
     if len(key) < LEAST_CHARS:
@@ -93,7 +92,6 @@ def run_hash(args: argparse.Namespace) -> int:
 
 def run_list(args: argparse.Namespace) -> int:
     from gateway.auth.keyfile import KeyFileError
-    from gateway.cli import CommandError
 
     try:
         keys = _load(args.file).keys

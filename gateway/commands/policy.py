@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.errors import CommandError
 from gateway.commands.validating import read_input, validate_files
 
 if TYPE_CHECKING:
@@ -112,7 +113,6 @@ def _load(name: str) -> PolicySpec:
 
 
 def _loaded(name: str | None) -> PolicySpec:
-    from gateway.cli import CommandError
     from policy.config.problems import PolicyError
     from policy.runtime import PolicyRuntime
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.commands import serve_telemetry
 from gateway.commands.auth_options import add_options, open_access
 from gateway.commands.engine_options import add_engine_options, no_such_folder
+from gateway.commands.errors import CommandError
 from gateway.settings import GatewaySettings
 
 if TYPE_CHECKING:
@@ -93,7 +94,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from gateway.cli import CommandError
     from gateway.http.server import bind, run_server
     from gateway.serving.state import GatewayState
 
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _controller(args: argparse.Namespace) -> Controller:
     from gateway.classifier import ArtifactError, PromptClassifier
-    from gateway.cli import CommandError
-    from gateway.serving.controller import Controller, store_opener
+    from gateway.serving.controller import Controller
+    from gateway.serving.statistics_store import store_opener
     from policy.config.problems import PolicyError
     from policy.runtime import PolicyRuntime
 
@@ -171,7 +171,6 @@ def _redis_url(args: argparse.Namespace, environ: Mapping[str, str]) -> str | No
 
 
 def _read_backends(args: argparse.Namespace, controller: Controller) -> BackendsSpec:
-    from gateway.cli import CommandError
     from gateway.routing.backends_file import parse_backends
     from gateway.serving.startup import unknown_classes
     from policy.config.problems import ConfigError
@@ -193,7 +192,6 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
 
 
 def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
-    from gateway.cli import CommandError
     from gateway.serving.startup import open_backends
     from gateway.upstream.backend import ApiKeyError
 
@@ -214,7 +212,8 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
 def _open_one(args: argparse.Namespace) -> Backends:
     """The simple case: one engine, which is also the name of its backend."""
     from gateway.admission import Places
-    from gateway.serving.targets import Backends, EngineBackend, ServedModel
+    from gateway.serving.call import ServedModel
+    from gateway.serving.targets import Backends, EngineBackend
 
     opened = _open_engine(
         args,
@@ -228,8 +227,6 @@ def _open_one(args: argparse.Namespace) -> Backends:
 
 
 def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
-    from gateway.cli import CommandError
-
     for name in (given["model"], given["heads"]):
         if name is not None and (problem := no_such_folder(name)):
             # Of a backends file; flags are looked at when they are read.

@@ -7,6 +7,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from gateway.commands.errors import CommandError
+
 if TYPE_CHECKING:
     from telemetry.service import Telemetry
 
@@ -28,7 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def configure_logs(args: argparse.Namespace) -> None:
     """Raises CommandError for options that contradict each other."""
     from backends.types import START_LOG
-    from gateway.cli import CommandError
     from telemetry.logs import CONTENT_LOG, configure_logging
 
     if args.log_content and args.log_format != "json":
@@ -43,7 +44,6 @@ def configure_logs(args: argparse.Namespace) -> None:
 
 def open_telemetry(args: argparse.Namespace, instance: str) -> Telemetry:
     """Raises CommandError for OTEL_* variables that can't be used."""
-    from gateway.cli import CommandError
     from gateway.version import package_version
     from telemetry.environment import TelemetryError, drop_empty
     from telemetry.service import Telemetry

@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from gateway.commands.engine_options import add_engine_options
+from gateway.commands.errors import CommandError
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,7 +43,6 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from backends.proof.setup import architectures, prove, tokenizers
-    from gateway.cli import CommandError
 
     if args.architecture and not args.tiny:
         raise CommandError("--architecture goes with --tiny: a real model has its own")

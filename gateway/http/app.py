@@ -19,9 +19,9 @@ from gateway.api.metrics import RequestTelemetry, metrics, observed
 from gateway.api.openapi import openapi_route
 from gateway.auth.guard import ResponseHeaders, guard
 from gateway.http.cors import Cors
+from gateway.http.error_responses import handle_exception
 from gateway.http.stopping import stopped
 from gateway.serving.state import GatewayState
-from gateway.wire.errors import handle_exception
 from gateway.wire.request_id import RequestIdHeader
 from policy.limits.arithmetic import STANDING_HEADERS
 
@@ -46,15 +46,15 @@ STOP_S, CONTROLLER_STOP_S = 2.5, 8.0
 @asynccontextmanager
 async def _controlled(state: GatewayState, _: Litestar) -> AsyncGenerator[None, None]:
     """Background work, for as long as the app takes requests."""
-    await state.controller.start({each.name: each.served.decoder for each in state.backends.engines})
+    await state.controller.background.start({each.name: each.served.decoder for each in state.backends.engines})
     try:
-        await state.access.start(state.controller.store_target)
-        await state.backends.start(state.controller.note)
+        await state.access.start(state.controller.background.store_target)
+        await state.backends.start(state.controller.events.note)
         yield
     finally:
         await stopped("the access control", state.access.stop(), STOP_S)
         await stopped("the backends", state.backends.stop(), STOP_S)
-        await stopped("the controller", state.controller.stop(), CONTROLLER_STOP_S)
+        await stopped("the controller", state.controller.background.stop(), CONTROLLER_STOP_S)
 
 
 def _head_as_get(app: ASGIApp) -> ASGIApp:

@@ -11,14 +11,16 @@ from litestar.response.base import ASGIResponse
 
 from gateway.request_record import record_of
 from gateway.routing.choice import Candidate, Choice, choose
-from gateway.serving.pipeline import Call, Routed, answer_call, class_of
-from gateway.serving.remote_answer import HOPS_HEADER, MAX_HOPS, answer_remotely, hops_of
+from gateway.serving.backend import Backend
+from gateway.serving.call import Call
+from gateway.serving.controller import Controller
+from gateway.serving.pipeline import Attempt
+from gateway.serving.planning import prompt_to_classify
 from gateway.serving.state import GatewayState
-from gateway.serving.targets import Backend, EngineBackend
-from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.errors import UpstreamFailure, UpstreamUnavailable
-from gateway.upstream.payload import what_it_lacks
 from gateway.wire.errors import APIError, InvalidRequest, QueueFull, Unavailable
+from gateway.wire.hops import hops_of
+from gateway.wire.requests import GenerationFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,8 @@ async def dispatch(call: Call, request: Request[Any, Any, Any], gateway: Gateway
             raise last or refusal(call, routed, gateway)
         several = len(routed.choice.verdicts) > 1
         why = f"backend {backend.name}: {routed.choice.reason}" if several else None
-        told = Routed(class_name, why)
         try:
-            if isinstance(backend, EngineBackend):
-                return await answer_call(call, backend, told, request, gateway)
-            return await answer_remotely(call, backend, told, request, gateway)
+            return await Attempt(call, backend, class_name, why, request, gateway).answer()
         except (UpstreamFailure, Unavailable, QueueFull) as error:
             last = error
             failed[backend.name] = error.code or "error"
@@ -104,30 +103,33 @@ def refusal(call: Call, routed: RoutedTo, gateway: GatewayState) -> APIError:
             except APIError as error:
                 return error
     if choice.blocked == "lacks":
-        fields = [
-            name
-            for each in backends
-            if isinstance(each, UpstreamBackend)
-            for name in what_it_lacks(call.body, each.spec.dialect)
-        ]
+        fields = [name for each in backends for name in each.lacking(call.body)]
         return InvalidRequest(
             f"No backend of {model} can serve this request ({choice.reason}); leave out what they can't do.",
             param=fields[0] if fields else None,
             code="unsupported_parameter",
         )
-    if not any(isinstance(each, UpstreamBackend) for each in backends):
+    waits = [each.retry_after_s for each in backends if each.retry_after_s is not None]
+    if not waits:
         return Unavailable(f"The engine of {model} has stopped.")
-    waits = [each.retry_after_s for each in backends if isinstance(each, UpstreamBackend)]
     return UpstreamUnavailable(
         f"No backend of {model} can be asked now: {choice.reason}.",
-        headers={"retry-after": str(max(1, min(60, round(min(waits, default=1) or 1))))},
+        headers={"retry-after": str(max(1, min(60, round(min(waits) or 1))))},
     )
 
 
 def _candidate(backend: Backend, call: Call, hops: int, failed: Mapping[str, str]) -> Candidate:
-    candidate = backend.candidate(call.body)
-    if backend.name in failed:
-        candidate = replace(candidate, failed=failed[backend.name])
-    if hops >= MAX_HOPS and isinstance(backend, UpstreamBackend):
-        candidate = replace(candidate, lacks=f"is one gateway too many: {HOPS_HEADER} is {hops} already")
-    return candidate
+    candidate = backend.candidate(call.body, hops)
+    return replace(candidate, failed=failed[backend.name]) if backend.name in failed else candidate
+
+
+def class_of(body: GenerationFields, controller: Controller) -> str:
+    """The class that the client names, or the classifier. Raises :class:`InvalidRequest` for one that is none."""
+    hint = body.decoding.class_ if body.decoding else None
+    if hint is not None and hint not in controller.known_classes:
+        raise InvalidRequest(
+            f"'decoding.class' is '{hint}', which is no class of the policy; use one of: "
+            f"{', '.join(controller.known_classes)}.",
+            param="decoding.class",
+        )
+    return hint or controller.class_of(prompt_to_classify(body))

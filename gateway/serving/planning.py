@@ -12,63 +12,67 @@ from policy.spec import Turn
 from policy.statistics.counters import Arm
 
 CLIENT_RULE = "request"
-DEFAULT_RULE = "default"
 _FIRST_TURNS, _LAST_TURNS = 16, 48
 
 
-def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decision | None = None) -> DecodingPlan:
-    """How a request is decoded on the model ``info``, and why. Without a decision, only the options count.
-
-    Raises :class:`InvalidRequest` for options that contradict each other, that the model can't carry out or that the
-    policy doesn't allow: a client that asked for something specific gets it or is told, never something else in
+def check_options(options: DecodingOptions | None, info: ModelInfo) -> None:
+    """Raises :class:`InvalidRequest` for options that contradict each other or that the model ``info`` can't carry out,
+    whatever the policy says: a client that asked for something specific gets it or is told, never something else in
     silence.
     """
-    options = options or DecodingOptions()
-    asked = asked_fields(options)
-    if decision is not None:
-        refuse_what_policy_forbids(options, asked, decision)
+    if options is None:
+        return
     if options.method == "vanilla":
-        return _vanilla_by_request(options, decision)
+        _refuse_drafting(options)
+        return
     if info.num_heads == 0:
-        return _without_heads(options, info, decision)
+        _refuse_heads(options, info)
+        return
     if options.heads is not None and options.heads > info.num_heads:
         raise InvalidRequest(
             f"'decoding.heads' is {options.heads}, but {info.name} has {info.num_heads} heads; ask for at most that.",
             param="decoding.heads",
         )
-    tree = None if options.tree is None else _read_tree(options.tree, info)
-    heads = options.heads or info.num_heads
-    if tree is not None:
-        if tree.depth > heads:
-            raise InvalidRequest(
-                f"'decoding.tree' is {tree.depth} levels deep, but only {heads} heads are used; make the tree "
-                f"shallower{'' if options.heads is None else ' or raise decoding.heads'}.",
-                param="decoding.tree",
-            )
-        heads = tree.depth
-    if decision is None:
+    if options.tree is None:
+        return
+    tree, heads = _read_tree(options.tree, info), options.heads or info.num_heads
+    if tree.depth > heads:
+        raise InvalidRequest(
+            f"'decoding.tree' is {tree.depth} levels deep, but only {heads} heads are used; make the tree "
+            f"shallower{'' if options.heads is None else ' or raise decoding.heads'}.",
+            param="decoding.tree",
+        )
+
+
+def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decision) -> DecodingPlan:
+    """How a request is decoded on the model ``info``, and why. ``options`` have passed :func:`check_options`.
+
+    Raises :class:`InvalidRequest` for what the policy doesn't allow.
+    """
+    options = options or DecodingOptions()
+    asked = options.asked_fields()
+    refuse_what_policy_forbids(options, asked, decision)
+    if options.method == "vanilla":
         return DecodingPlan(
-            method="medusa",
-            num_heads=heads,
-            tree=tree,
-            lookup=options.lookup is not False,
-            acceptance=options.acceptance or "exact",
-            rule=CLIENT_RULE if asked else DEFAULT_RULE,
-            reason=f"the request set {', '.join(asked)}"
-            if asked
-            else f"{info.name} has {info.num_heads} Medusa heads, so they are used by default",
+            method="vanilla",
+            num_heads=0,
+            max_nodes=0,
+            rule=CLIENT_RULE,
+            reason="; ".join(["the request set method", *_shown(decision)]),
+            policy_version=decision.policy_version,
         )
     # Acceptance says how drafts are judged, not that there must be any.
-    if not asked or (asked == ["acceptance"] and decision.method == "vanilla"):
+    if info.num_heads == 0 or not asked or (asked == ["acceptance"] and decision.method == "vanilla"):
         return _as_decided(options, decision)
-    if tree is None:
+    if options.tree is not None:
+        tree = CandidateTree.parse(options.tree)
+        heads, nodes = tree.depth, len(tree)
+    else:
         # What the client left open is the policy's: the decided shape, or, if that is vanilla, its upper bounds.
         decided = decision.method == "medusa"
         tree = decision.tree if decided and options.heads is None else None
         heads = options.heads or (decision.num_heads if decided else decision.most_heads)
         nodes = decision.max_nodes if decided and options.heads is None else decision.most_nodes
-    else:
-        nodes = len(tree)
     if nodes > decision.most_nodes or heads > decision.most_heads:
         raise InvalidRequest(
             f"'decoding.tree' has {nodes} nodes on {heads} levels, but the policy allows {decision.most_nodes} nodes "
@@ -87,16 +91,6 @@ def plan_for(options: DecodingOptions | None, info: ModelInfo, decision: Decisio
         reason="; ".join([f"the request set {', '.join(asked)}", *_shown(decision)]),
         policy_version=decision.policy_version,
     )
-
-
-def asked_fields(options: DecodingOptions) -> list[str]:
-    """The fields by which a client takes the plan into its own hands."""
-    asked = [name for name in ("heads", "tree") if getattr(options, name) is not None]
-    if options.method != "auto":
-        asked.insert(0, "method")
-    if options.acceptance == "typical":
-        asked.append("acceptance")
-    return asked
 
 
 def arm_of(plan: DecodingPlan, decision: Decision) -> Arm:
@@ -166,7 +160,7 @@ def refuse_what_policy_forbids(options: DecodingOptions, asked: list[str], decis
         )
 
 
-def _vanilla_by_request(options: DecodingOptions, decision: Decision | None) -> DecodingPlan:
+def _refuse_drafting(options: DecodingOptions) -> None:
     for name in ("heads", "tree"):
         if getattr(options, name) is not None:
             raise InvalidRequest(
@@ -183,18 +177,9 @@ def _vanilla_by_request(options: DecodingOptions, decision: Decision | None) -> 
             "'decoding.lookup' has no effect with method vanilla, which drafts nothing; leave it out.",
             param="decoding.lookup",
         )
-    reasons = ["the request set method", *(_shown(decision) if decision else ())]
-    return DecodingPlan(
-        method="vanilla",
-        num_heads=0,
-        max_nodes=0,
-        rule=CLIENT_RULE,
-        reason="; ".join(reasons),
-        policy_version=decision.policy_version if decision else DecodingPlan().policy_version,
-    )
 
 
-def _without_heads(options: DecodingOptions, info: ModelInfo, decision: Decision | None) -> DecodingPlan:
+def _refuse_heads(options: DecodingOptions, info: ModelInfo) -> None:
     for name, asked in (("method", options.method == "medusa"), ("heads", options.heads), ("tree", options.tree)):
         if asked:
             raise InvalidRequest(
@@ -202,10 +187,6 @@ def _without_heads(options: DecodingOptions, info: ModelInfo, decision: Decision
                 "gateway with --heads.",
                 param=f"decoding.{name}",
             )
-    if decision is not None:
-        return _as_decided(options, decision)
-    # "typical" permits a lossy answer, it does not demand one; vanilla is always exact.
-    return DecodingPlan(method="vanilla", num_heads=0, max_nodes=0, reason=f"{info.name} has no Medusa heads")
 
 
 def _read_tree(shape: str | list[list[int]], info: ModelInfo) -> CandidateTree:

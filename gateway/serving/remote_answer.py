@@ -1,23 +1,20 @@
-"""A request that an upstream answers: the policy's part of it, the wire, and the response."""
+"""A call that an upstream answers: the policy's part of it, the wire, and the response."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from litestar import Request
-from litestar.response.base import ASGIResponse
 
 from gateway.admission import Ticket
-from gateway.auth.charging import charge
-from gateway.request_record import note_asked, record_of
-from gateway.serving.generation import unless_disconnected
-from gateway.serving.pipeline import Call, Routed, deadline_of, facts_of
+from gateway.request_record import noting_failure
+from gateway.serving.backend import Parameters, Prepared, Prompts
+from gateway.serving.call import Call
 from gateway.serving.planning import refuse_what_policy_forbids
-from gateway.serving.state import GatewayState
-from gateway.serving.streaming import EventStream, noting_failure
+from gateway.settings import GatewaySettings
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import Chunk
 from gateway.upstream.errors import UpstreamFailure
@@ -25,168 +22,59 @@ from gateway.upstream.payload import decoding_wishes, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
 from gateway.upstream.stream import UpstreamAnswer
 from gateway.upstream.tally import Tally
-from gateway.wire.errors import APIError, ClientDisconnected, shutting_down
-from gateway.wire.request_id import request_id_of
+from gateway.wire.errors import APIError, shutting_down
+from gateway.wire.hops import HOPS_HEADER
 from gateway.wire.responses import RemoteReport
-from gateway.wire.validation import requested_max_tokens, sampling_params
 from policy.decision import Decision
-from policy.records import DecisionRecord
-from policy.spec import RequestFacts
 from telemetry.request import RequestRecord
 
-HOPS_HEADER = "x-medusa-hops"
-MAX_HOPS = 4
-"""Gateways that a request may pass: two that name each other as upstreams would otherwise never let go of it."""
+
+def measure(call: Call, parameters: Parameters, settings: GatewaySettings) -> Prompts:
+    """By length: the upstream's tokenizer is not known here."""
+    most = settings.default_max_tokens if parameters.most_tokens is None else parameters.most_tokens
+    tokens = call.estimated_tokens
+    return Prompts(sum(tokens), max(tokens, default=0), most * call.sequences)
 
 
-def hops_of(request: Request[Any, Any, Any]) -> int:
-    """How many gateways the request has come through."""
-    given = request.headers.get(HOPS_HEADER, "0")
-    return int(given) if given.isascii() and given.isdecimal() and len(given) < 4 else 0
+@dataclass(frozen=True, slots=True)
+class RemotePlan:
+    """The policy's word on temperature and deadline holds for whoever decodes. How it decodes is not ours.
 
-
-async def answer_remotely(
-    call: Call, backend: UpstreamBackend, routed: Routed, request: Request[Any, Any, Any], gateway: GatewayState
-) -> ASGIResponse:
-    """Have ``backend`` answer, and pass its answer on under our model name.
-
-    As with engines, a stream's response starts with the first chunk that says something. Raises
-    :class:`UpstreamFailure` for what another backend may do better.
+    ``temperature`` None: the upstream's default. ``report``: what is said of it beside the answer.
     """
-    body = call.body
-    arrived = gateway.clock()
-    # What contradicts itself is refused here, in our words, whichever backend would see it.
-    sampling_params(body, backend.info, gateway.settings, call.logprobs)
-    max_tokens = requested_max_tokens(body)
-    record = record_of(request.scope)
-    note_asked(record, body, None if max_tokens is None else max_tokens[1])
-    answer_id = record.answer_id = call.id_prefix + gateway.new_id()
-    deciding = gateway.telemetry.clock()
-    facts, decision = decide_remotely(call, backend, routed.class_name, answer_id, request, gateway)
-    record.decision, record.decided = decision, (deciding, gateway.telemetry.clock())
-    report = report_of(backend, decision, routed.why)
-    temperature = decision.temperature if body.temperature is not None or _set_by_policy(decision) else None
-    path, sent = payload(body, call.prompt, backend.spec.dialect, backend.spec.upstream_model, temperature)
-    hops = {HOPS_HEADER: str(hops_of(request) + 1), "x-request-id": request_id_of(request.scope, gateway.new_id)}
-    # The upstream's spans become children of ours, or of the client's where we have none.
-    gateway.telemetry.pass_on(hops)
-    ticket = gateway.admission.admit(call.sequences, backend.places)
-    tally = Tally(sum(call.estimated_tokens))
-    most = max_tokens[1] if max_tokens else gateway.settings.default_max_tokens
-    try:
-        await charge(
-            request.scope,
-            gateway.access,
-            ticket,
-            prompt_tokens=tally.estimated_prompt,
-            answer_tokens=most * call.sequences,
-            named=max_tokens is not None,
-        )
-        if ticket.aborted:
+
+    backend: UpstreamBackend
+    temperature: float | None
+    report: RemoteReport
+
+    decoding = None
+
+    @classmethod
+    def of(cls, call: Call, backend: UpstreamBackend, decision: Decision, why: str | None) -> RemotePlan:
+        """Raises :class:`InvalidRequest`."""
+        body = call.body
+        if body.decoding is not None:
+            # What the policy forbids a client is not to be had by way of an upstream either.
+            refuse_what_policy_forbids(body.decoding, decoding_wishes(body.decoding), decision)
+        set_here = body.temperature is not None or any(stage.name == "temperature" for stage in decision.stages)
+        return cls(backend, decision.temperature if set_here else None, report_of(backend, decision, why))
+
+    def as_dict(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self.report)
+
+    def start(self, prepared: Prepared) -> RemoteAnswer:
+        """Raises :class:`UpstreamFailure` for what another backend may do better."""
+        if prepared.ticket.aborted:
             # The drain ran out of patience while the key's limits were asked.
             raise shutting_down()
-        answer = UpstreamAnswer(backend, path, sent, hops, call.sequences)
-    except BaseException:
-        ticket.close()
-        raise
-
-    def close() -> None:
-        answer.close()
-        ticket.close()
-
-    try:
-        ticket.on_abort = answer.abort_for_shutdown
-        gateway.controller.record(
-            DecisionRecord(answer_id, facts, decision, gateway.wall_clock(), msgspec.to_builtins(report)),
-            request_id_of(request.scope, gateway.new_id),
-        )
-        deadline_s = deadline_of(body, gateway.settings, decision)
-        cut = CutAtDeadline()
-        chunks = _counted(noting_failure(answer.chunks(), record), tally, ticket, record, gateway.telemetry.clock)
-        record.submitted_at = gateway.telemetry.clock()
-        if deadline_s is not None:
-            chunks = _until(chunks, max(deadline_s - (gateway.clock() - arrived), 0.0), cut)
-        created = int(gateway.wall_clock())
-        if not body.stream:
-            identity = Identity(answer_id, call.chunk_object.removesuffix(".chunk"), created, backend.model)
-            try:
-                gathered = await unless_disconnected(request.receive, _gather(chunks, call.sequences, tally))
-            except ClientDisconnected:
-                raise
-            except APIError:
-                # Nobody is given half an answer, so nobody pays for one.
-                ticket.used_tokens = None
-                raise
-            report = cut.shown_in(gathered.report(report))
-            gateway.controller.decisions.finish(answer_id, report)
-            record.completed = True
-            _pay_for_the_prompt(ticket, tally)
-            close()
-            return ASGIResponse(body=gathered.body(identity, report), media_type="application/json", status_code=200)
-
-        def ended(report: RemoteReport) -> None:
-            gateway.controller.decisions.finish(answer_id, report)
-            record.completed = True
-
-        options = body.stream_options
-        writer = RelayWriter(
-            Identity(answer_id, call.chunk_object, created, backend.model),
-            report,
-            call.sequences,
-            tally,
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            on_end=ended,
-        )
-        first = await unless_disconnected(request.receive, _first(chunks))
-        _pay_for_the_prompt(ticket, tally)
-        return EventStream(relayed_events(first, chunks, writer, close, cut), close=close)
-    except BaseException:
-        close()
-        raise
-
-
-def explain_remotely(
-    call: Call, backend: UpstreamBackend, routed: Routed, request: Request[Any, Any, Any], gateway: GatewayState
-) -> dict[str, Any]:
-    """What would be done with the request if ``backend`` answered it; see ``POST /v1/decoding/explain``."""
-    sampling_params(call.body, backend.info, gateway.settings, call.logprobs)
-    requested_max_tokens(call.body)
-    facts, decision = decide_remotely(call, backend, routed.class_name, "explain", request, gateway, dry=True)
-    return {
-        "facts": {name: getattr(facts, name) for name in type(facts).__slots__ if name != "request_id"},
-        "decision": decision.as_dict(),
-        "plan": msgspec.to_builtins(report_of(backend, decision, routed.why)),
-        "statistics": None,
-    }
-
-
-def decide_remotely(
-    call: Call,
-    backend: UpstreamBackend,
-    class_name: str,
-    answer_id: str,
-    request: Request[Any, Any, Any],
-    gateway: GatewayState,
-    *,
-    dry: bool = False,
-) -> tuple[RequestFacts, Decision]:
-    """The policy's word on temperature and deadline, which hold for whoever decodes. How it decodes is not ours."""
-    candidate = backend.candidate(call.body)
-    facts = facts_of(
-        call.body,
-        class_name,
-        answer_id,
-        request,
-        backend.info,
-        prompt_tokens=max(call.estimated_tokens, default=0),
-        load=candidate.load,
-    )
-    decision = gateway.controller.decide(facts, dry=dry)
-    if call.body.decoding is not None:
-        # What the policy forbids a client is not to be had by way of an upstream either.
-        refuse_what_policy_forbids(call.body.decoding, decoding_wishes(call.body.decoding), decision)
-    return facts, decision
+        call, spec = prepared.call, self.backend.spec
+        path, sent = payload(call.body, call.prompt, spec.dialect, spec.upstream_model, self.temperature)
+        headers = {HOPS_HEADER: str(prepared.hops + 1), "x-request-id": prepared.request_id}
+        # The upstream's spans become children of ours, or of the client's where we have none.
+        prepared.telemetry.pass_on(headers)
+        answer = UpstreamAnswer(self.backend, path, sent, headers, call.sequences)
+        prepared.ticket.on_abort = answer.abort_for_shutdown
+        return RemoteAnswer(answer, self.report, self.backend.model, prepared)
 
 
 def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> RemoteReport:
@@ -201,8 +89,76 @@ def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> 
     )
 
 
-def _set_by_policy(decision: Decision) -> bool:
-    return any(stage.name == "temperature" for stage in decision.stages)
+class RemoteAnswer:
+    """An upstream's answer on its way to the client, under our model name; a :class:`gateway.serving.backend.Running`.
+
+    From the moment it exists, its ticket is its own to close.
+    """
+
+    def __init__(self, answer: UpstreamAnswer, report: RemoteReport, model: str, prepared: Prepared) -> None:
+        self._answer = answer
+        self._report = report
+        self._model = model
+        self._prepared = prepared
+        self._tally = Tally(prepared.prompts.total)
+        self._cut = CutAtDeadline()
+        record = prepared.record
+        chunks = noting_failure(answer.chunks(), record)
+        self._chunks = _counted(chunks, self._tally, prepared.ticket, record, prepared.telemetry.clock)
+        if prepared.deadline_s is not None:
+            self._chunks = _until(self._chunks, prepared.deadline_s, self._cut)
+
+    def close(self) -> None:
+        self._answer.close()
+        self._prepared.ticket.close()
+
+    async def gather(self) -> None:
+        gathered = Gathered([GatheredChoice() for _ in range(self._prepared.call.sequences)], self._tally)
+        try:
+            async for chunk in self._chunks:
+                gathered.take(chunk)
+        except APIError:
+            # Nobody is given half an answer, so nobody pays for one.
+            self._prepared.ticket.used_tokens = None
+            raise
+        self._pay_for_the_prompt()
+        self._gathered = gathered
+
+    async def body(self) -> bytes:
+        report = self._cut.shown_in(self._gathered.report(self._report))
+        self._settle(report)
+        return self._gathered.body(self._identity(self._prepared.call.chunk_object.removesuffix(".chunk")), report)
+
+    async def begin(self) -> None:
+        self._first = await _first(self._chunks)
+        self._pay_for_the_prompt()
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        call = self._prepared.call
+        options = call.body.stream_options
+        writer = RelayWriter(
+            self._identity(call.chunk_object),
+            self._report,
+            call.sequences,
+            self._tally,
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            on_end=self._settle,
+        )
+        return relayed_events(self._first, self._chunks, writer, self.close, self._cut)
+
+    def _identity(self, object_name: str) -> Identity:
+        return Identity(self._prepared.answer_id, object_name, self._prepared.created, self._model)
+
+    def _settle(self, report: RemoteReport) -> None:
+        self._prepared.settle(report)
+        self._prepared.record.completed = True
+
+    def _pay_for_the_prompt(self) -> None:
+        """Of an answer whose deadline came before its first word."""
+        ticket = self._prepared.ticket
+        if ticket.used_tokens is None:
+            ticket.used_tokens = self._tally.tokens
 
 
 async def _counted(
@@ -225,19 +181,6 @@ async def _counted(
             reasons |= ends
             record.finish_reasons = tuple(reasons[index] for index in sorted(reasons))
         yield chunk
-
-
-def _pay_for_the_prompt(ticket: Ticket, tally: Tally) -> None:
-    """Of an answer whose deadline came before its first word."""
-    if ticket.used_tokens is None:
-        ticket.used_tokens = tally.tokens
-
-
-async def _gather(chunks: AsyncGenerator[Chunk, None], sequences: int, tally: Tally) -> Gathered:
-    gathered = Gathered([GatheredChoice() for _ in range(sequences)], tally)
-    async for chunk in chunks:
-        gathered.take(chunk)
-    return gathered
 
 
 async def _first(chunks: AsyncGenerator[Chunk, None]) -> Chunk:

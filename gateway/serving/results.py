@@ -9,6 +9,7 @@ from typing import Literal
 from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, TokenChunk
 from gateway.serving.generation import Generation
 from gateway.wire.responses import DecodingReport, FinishReasonOut, Usage
+from telemetry.request import RequestRecord
 
 
 @dataclass(slots=True)
@@ -84,3 +85,13 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
         policy_version=plan.policy_version,
         adapted_from=plan.adapted_from or None,
     )
+
+
+def note_results(record: RequestRecord, results: Sequence[ChoiceResult]) -> None:
+    """The answer is complete."""
+    record.sequences = tuple(result.stats for result in results if result.stats is not None)
+    record.output_tokens = sum(result.num_tokens for result in results)
+    record.finish_reasons = tuple(result.finish_reason for result in results)
+    record.completed = True
+    if record.content is not None:
+        record.content["gen_ai.output.messages"] = [result.text for result in results]

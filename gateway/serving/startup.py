@@ -10,8 +10,9 @@ from backends.runners.cpu_cores import usable_cores
 from backends.types import ChatTokenizer, Decoder
 from gateway.admission import Places
 from gateway.routing.spec import BackendsSpec, EngineSpec
-from gateway.serving.targets import Backend, Backends, EngineBackend, ServedModel
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving.backend import Backend
+from gateway.serving.call import ServedModel
+from gateway.serving.targets import Backends, EngineBackend, UpstreamTarget
 
 
 class Opened(Protocol):
@@ -48,7 +49,7 @@ def open_backends(spec: BackendsSpec, max_queue: int, open_engine: Callable[[Eng
     Raises :class:`gateway.upstream.backend.ApiKeyError` before anything is loaded, and what ``open_engine`` raises,
     with every engine closed again.
     """
-    opened: dict[str, Backend] = {each.name: UpstreamBackend(each) for each in spec.upstreams}
+    opened: dict[str, Backend] = {each.name: UpstreamTarget(each) for each in spec.upstreams}
     engines: list[EngineBackend] = []
     try:
         for each in with_threads(spec.engines, usable_cores()):

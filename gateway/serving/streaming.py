@@ -1,30 +1,20 @@
-"""Server-sent events. At thousands of chunks a second, what is the same in every event of a stream is encoded once."""
+"""Chunks as server-sent events. Thousands go out a second, so what is the same in all of a stream is encoded once."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
 
 import msgspec
-from litestar.response.streaming import ASGIStreamingResponse
 
 from backends.types import DecodingPlan, TokenChunk
 from gateway.serving.generation import Generation
 from gateway.serving.results import ChoiceResult, decoding_report, usage
 from gateway.wire.errors import APIError, handle_unexpected
+from gateway.wire.event_stream import DONE, error_event
 from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
-from telemetry.request import RequestRecord
-
-DONE = b"data: [DONE]\n\n"
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    # nginx would otherwise hold events back until its buffer is full.
-    "x-accel-buffering": "no",
-}
 
 _encode = msgspec.json.encode
-T = TypeVar("T")
 
 
 class ChoiceWriter(Protocol):
@@ -147,65 +137,9 @@ async def events(
             if out := writer.event(index, chunk, last=generation.unfinished == 0):
                 yield out
     except APIError as error:
-        yield b"data: %b\n\n" % error.body()
+        yield error_event(error)
     except Exception as error:
-        yield b"data: %b\n\n" % handle_unexpected(error, "a stream").body()
+        yield error_event(handle_unexpected(error, "a stream"))
     finally:
         generation.close()
     yield DONE
-
-
-async def noting_failure(chunks: AsyncGenerator[T, None], record: RequestRecord) -> AsyncGenerator[T, None]:
-    """The same chunks. A stream that breaks has its status already: only its record can still say so."""
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except APIError as error:
-        record.error = error.code or error.type
-        raise
-
-
-_LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
-
-
-def in_one_line(events: bytes) -> bytes:
-    """The same events, with those characters escaped that many readers of lines take for the end of one.
-
-    The standard's lines of events end with CR and LF only, and JSON may hold U+2028, U+2029 and U+0085 as they are; but
-    Python's ``splitlines`` cuts there, in the middle of the JSON. Outside its strings JSON has no such characters.
-    """
-    for raw, escaped in _LINE_ENDS:
-        if raw in events:
-            events = events.replace(raw, escaped)
-    return events
-
-
-class _InOneLine:
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        self._events = events
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        return in_one_line(await anext(self._events))
-
-
-class EventStream(ASGIStreamingResponse):
-    """Litestar's streaming response (what its ``Stream`` sends), which also calls ``close`` whatever happens.
-
-    The generator's own ``finally`` is not enough: a client that leaves before the first event is asked for leaves a
-    generator that never started, and those run no ``finally``.
-    """
-
-    def __init__(self, iterator: AsyncIterator[bytes], close: Callable[[], None]) -> None:
-        super().__init__(
-            iterator=_InOneLine(iterator), headers=HEADERS, media_type="text/event-stream", status_code=200
-        )
-        self._close = close
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._close()

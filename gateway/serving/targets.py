@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.types import ChatTokenizer, Decoder, ModelInfo
+from backends.types import ModelInfo
 from gateway.admission import Places
 from gateway.routing.choice import Candidate
 from gateway.routing.spec import Placement
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving import engine_answer, remote_answer
+from gateway.serving.backend import Backend, Parameters, Prompts
+from gateway.serving.call import Call, ServedModel
+from gateway.serving.planning import check_options
+from gateway.settings import GatewaySettings
+from gateway.upstream.backend import Note, UpstreamBackend
 from gateway.wire.errors import ModelNotFound
-from gateway.wire.requests import GenerationFields
-from policy.records import EventKind
-
-Note = Callable[[EventKind, str, str, dict[str, Any]], None]
-"""Told of a backend's changes: kind, message, model, values."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """An engine and the tokenizer of its model."""
-
-    decoder: Decoder
-    tokenizer: ChatTokenizer
+from gateway.wire.requests import DecodingOptions, GenerationFields
+from policy.decision import Decision
+from policy.spec import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +32,7 @@ class EngineBackend:
     placement: Placement = field(default_factory=Placement)
 
     kind = "engine"
+    retry_after_s = None
 
     @property
     def info(self) -> ModelInfo:
@@ -54,7 +50,19 @@ class EngineBackend:
     def max_running(self) -> int:
         return self.served.decoder.load().max_running
 
-    def candidate(self, body: GenerationFields) -> Candidate:
+    @property
+    def max_model_len(self) -> int:
+        return self.info.max_model_len
+
+    def load(self, own_places: int) -> float:
+        # The call that holds them is not submitted yet.
+        load = self.served.decoder.load()
+        return (load.running + load.waiting) / max(load.max_running, 1)
+
+    def lacking(self, body: GenerationFields) -> tuple[str, ...]:
+        return ()
+
+    def candidate(self, body: GenerationFields, hops: int = 0) -> Candidate:
         """As ``body`` sees it. What the model can't do (heads that it has not, say) is refused later, by name."""
         # Counted by places: what was admitted a moment ago may not be in the engine's own books yet.
         return Candidate(
@@ -90,8 +98,30 @@ class EngineBackend:
             "kv_pages_total": load.kv_pages_total,
         }
 
+    def check_options(self, options: DecodingOptions | None) -> None:
+        check_options(options, self.info)
 
-Backend = EngineBackend | UpstreamBackend
+    async def measure(self, call: Call, parameters: Parameters, settings: GatewaySettings) -> Prompts:
+        return await engine_answer.measure(call, self.served, parameters, settings)
+
+    def plan(self, call: Call, facts: RequestFacts, decision: Decision, why: str | None) -> engine_answer.EnginePlan:
+        return engine_answer.EnginePlan.of(call, self.served, facts, decision, why)
+
+
+class UpstreamTarget(UpstreamBackend):
+    """Another server, as something that answers calls."""
+
+    def load(self, own_places: int) -> float:
+        return (self.places.in_flight - own_places) / self.max_running
+
+    def check_options(self, options: DecodingOptions | None) -> None:
+        """What it can't do keeps it from being chosen."""
+
+    async def measure(self, call: Call, parameters: Parameters, settings: GatewaySettings) -> Prompts:
+        return remote_answer.measure(call, parameters, settings)
+
+    def plan(self, call: Call, facts: RequestFacts, decision: Decision, why: str | None) -> remote_answer.RemotePlan:
+        return remote_answer.RemotePlan.of(call, self, decision, why)
 
 
 class Backends:
@@ -109,7 +139,7 @@ class Backends:
             raise ValueError("two backends have the same name")
         self._by_model: dict[str, tuple[Backend, ...]] = {}
         # The first stands for the model where one must: an engine knows more of it than an upstream tells.
-        for each in sorted(self.all, key=lambda backend: not isinstance(backend, EngineBackend)):
+        for each in sorted(self.all, key=lambda backend: backend.kind != EngineBackend.kind):
             self._by_model[each.model] = (*self._by_model.get(each.model, ()), each)
 
     @classmethod
@@ -127,8 +157,8 @@ class Backends:
         return tuple(each for each in self.all if isinstance(each, EngineBackend))
 
     @property
-    def upstreams(self) -> tuple[UpstreamBackend, ...]:
-        return tuple(each for each in self.all if isinstance(each, UpstreamBackend))
+    def upstreams(self) -> tuple[UpstreamTarget, ...]:
+        return tuple(each for each in self.all if isinstance(each, UpstreamTarget))
 
     @property
     def missing(self) -> list[str]:
@@ -151,8 +181,7 @@ class Backends:
     async def start(self, note: Note) -> None:
         """Open the upstreams' clients and begin to check them."""
         for each in self.upstreams:
-            each.note = note
-            await each.start()
+            await each.start(note)
 
     async def stop(self) -> None:
         for each in self.upstreams:

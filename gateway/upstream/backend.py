@@ -25,6 +25,7 @@ from gateway.routing.spec import UpstreamSpec
 from gateway.upstream.errors import UpstreamBusy, UpstreamFailure
 from gateway.upstream.payload import what_it_lacks
 from gateway.wire.errors import APIError
+from gateway.wire.hops import HOPS_HEADER, MAX_HOPS
 from gateway.wire.requests import INT32_MAX, GenerationFields
 from policy.background import PatientCall, cancel_and_wait, pause
 from policy.config.watched_file import read_regular
@@ -36,6 +37,10 @@ logger = logging.getLogger("gateway.upstream")
 _SLICES = 10
 """A check's time is waited for in slices: a loop that is held up once takes that for no silence of the upstream's."""
 _MOST_HEALTH_BYTES = 1024 * 1024
+
+
+Note = Callable[[EventKind, str, str, dict[str, Any]], None]
+"""Told of a backend's changes: kind, message, model, values."""
 
 
 @dataclass(slots=True)
@@ -85,7 +90,7 @@ def read_api_key(spec: UpstreamSpec) -> str | None:
 class UpstreamBackend:
     """Used from one event loop only. :meth:`start` and :meth:`stop` are called by the app.
 
-    ``transport`` is for tests. ``note`` is told when the backend goes down or comes back.
+    ``transport`` is for tests.
     """
 
     kind = "openai"
@@ -100,7 +105,7 @@ class UpstreamBackend:
         self.spec = spec
         self.clock = clock
         self.places = Places(spec.max_in_flight)
-        self.note: Callable[[EventKind, str, str, dict[str, Any]], None] = lambda kind, message, model, values: None
+        self._note: Note | None = None
         # Wide open limits: what the upstream's tokenizer and context allow, only the upstream knows.
         self.info = ModelInfo(spec.serves, INT32_MAX, INT32_MAX, 0, "unknown", "remote")
         self.health = Health(since=clock())
@@ -144,8 +149,21 @@ class UpstreamBackend:
     def headers(self) -> dict[str, str]:
         return {} if self._key is None else {"authorization": f"Bearer {self._key}"}
 
-    def candidate(self, body: GenerationFields) -> Candidate:
-        lacking = what_it_lacks(body, self.spec.dialect)
+    @property
+    def max_model_len(self) -> int | None:
+        """What the upstream says of its own; None: nothing."""
+        return self.health.max_model_len
+
+    def lacking(self, body: GenerationFields) -> tuple[str, ...]:
+        """Names of the fields of ``body`` that it does not honour."""
+        return what_it_lacks(body, self.spec.dialect)
+
+    def candidate(self, body: GenerationFields, hops: int = 0) -> Candidate:
+        """As ``body``, which came through ``hops`` gateways, sees it."""
+        lacking = self.lacking(body)
+        lacks = f"can't do {', '.join(lacking)}" if lacking else None
+        if hops >= MAX_HOPS:
+            lacks = f"is one gateway too many: {HOPS_HEADER} is {hops} already"
         return Candidate(
             self.name,
             load=self.places.in_flight / self.spec.max_running,
@@ -153,7 +171,7 @@ class UpstreamBackend:
             priority=self.spec.placement.priority,
             classes=self.spec.placement.classes,
             down=self._down(),
-            lacks=f"can't do {', '.join(lacking)}" if lacking else None,
+            lacks=lacks,
             busy=self.clock() < self._busy_until,
         )
 
@@ -211,13 +229,17 @@ class UpstreamBackend:
             self._tell("backend_up", "answers again: circuit closed")
 
     def _tell(self, kind: EventKind, what: str) -> None:
-        self.note(kind, f"backend {self.name}: {what}", self.model, {"backend": self.name})
+        if self._note is not None:
+            self._note(kind, f"backend {self.name}: {what}", self.model, {"backend": self.name})
 
     # In the background.
 
-    async def start(self) -> None:
-        """Open the client and begin to check. Raises ApiKeyError or OSError for a file that can't be read."""
-        spec = self.spec
+    async def start(self, note: Note) -> None:
+        """Open the client and begin to check. ``note`` is told when the backend goes down or comes back.
+
+        Raises ApiKeyError or OSError for a file that can't be read.
+        """
+        spec, self._note = self.spec, note
         verify: ssl.SSLContext | bool = True
         if spec.ca_file is not None:
             verify = ssl.create_default_context(cafile=spec.ca_file)

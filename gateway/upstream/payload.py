@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 
 from gateway.routing.spec import EXTENSIONS, SAMPLING_EXTENSIONS, Dialect
-from gateway.serving.planning import asked_fields
 from gateway.wire.requests import ChatCompletionRequest, DecodingOptions, GenerationFields
 
 _STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
@@ -33,13 +32,13 @@ def decoding_wishes(options: DecodingOptions | None) -> list[str]:
     """What of ``decoding`` only whoever decodes can fulfil; class and deadline are the gateway's own to heed."""
     if options is None:
         return []
-    return asked_fields(options) + (["acceptance"] if options.acceptance == "exact" else [])
+    return options.asked_fields() + (["acceptance"] if options.acceptance == "exact" else [])
 
 
 def payload(
     body: GenerationFields, prompt: Any, dialect: Dialect, upstream_model: str, temperature: float | None
 ) -> tuple[str, dict[str, Any]]:
-    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.serving.pipeline.Call.prompt`.
+    """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.serving.call.Call.prompt`.
 
     Always streamed, whatever the client wants, so that an upstream that hangs is noticed. Labels (``user``,
     ``metadata``) are for this gateway's operator and go no further. ``temperature`` None: the upstream's default.

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.serving.streaming import DONE
 from gateway.upstream.chunk import NULL, ChoiceChunk, Chunk
 from gateway.upstream.tally import Tally
 from gateway.wire.errors import APIError, handle_unexpected
+from gateway.wire.event_stream import DONE, error_event
 from gateway.wire.responses import RemoteReport
 
 _encode = msgspec.json.encode
@@ -138,9 +138,9 @@ async def relayed_events(
         if out := writer.closing(cut):
             yield out
     except APIError as error:
-        yield b"data: %b\n\n" % error.body()
+        yield error_event(error)
     except Exception as error:
-        yield b"data: %b\n\n" % handle_unexpected(error, "a relayed stream").body()
+        yield error_event(handle_unexpected(error, "a relayed stream"))
     finally:
         close()
     yield DONE

@@ -71,6 +71,15 @@ class DecodingOptions(RequestStruct):
     def __post_init__(self) -> None:
         self.method = self.method or "auto"
 
+    def asked_fields(self) -> list[str]:
+        """The fields by which a client takes the plan into its own hands."""
+        asked = [name for name in ("heads", "tree") if getattr(self, name) is not None]
+        if self.method != "auto":
+            asked.insert(0, "method")
+        if self.acceptance == "typical":
+            asked.append("acceptance")
+        return asked
+
 
 class TextPart(RequestStruct):
     """``cache_control``: a hint for servers that bill by what they keep; it changes no answer."""

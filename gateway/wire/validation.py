@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from backends.sampling.splitmix import GOLDEN_GAMMA, splitmix64
 from backends.types import ModelInfo, SamplingParams
 from gateway.settings import GatewaySettings
 from gateway.wire.errors import InvalidRequest
 from gateway.wire.requests import ChatCompletionRequest, CompletionRequest, GenerationFields
-
-MASK_64 = 2**64 - 1
 
 
 def sampling_params(
@@ -116,11 +115,7 @@ def choice_seed(seed: int, choice: int) -> int:
     """The seed of one of n choices: the request's own for the first, well-mixed int64 values for the others."""
     if choice == 0:
         return seed
-    # splitmix64 (Steele, Lea, Flood 2014): neighbouring inputs give unrelated outputs.
-    mixed = (seed + choice * 0x9E3779B97F4A7C15) & MASK_64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK_64
-    mixed ^= mixed >> 31
+    mixed = splitmix64(seed + (choice - 1) * GOLDEN_GAMMA)
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 

@@ -23,7 +23,7 @@ from gateway.cli import build_parser
 from gateway.commands import serve
 from gateway.http import server
 from gateway.routing.backends_file import parse_backends
-from gateway.serving.controller import FLUSH_PATIENCE_S
+from gateway.serving.background import FLUSH_PATIENCE_S
 from gateway.version import package_version
 from policy.file.format import parse_policy
 from policy.runtime import PolicyRuntime

@@ -18,7 +18,7 @@ from gateway.cli import build_parser
 from gateway.commands import serve
 from gateway.commands.auth_options import KEYS_VARIABLE, open_access
 from gateway.http.server import UNWIND_S
-from gateway.serving.controller import FLUSH_PATIENCE_S
+from gateway.serving.background import FLUSH_PATIENCE_S
 from gateway.settings import GatewaySettings
 from telemetry.service import SHUTDOWN_PATIENCE_S
 from tests.support.chart import ROOT, default_values, render

@@ -47,9 +47,9 @@ def serve(folder: Path) -> None:
     from backends.engine.thread import Engine
     from gateway.classifier import PromptClassifier
     from gateway.http.server import bind, run_server
+    from gateway.serving.call import ServedModel
     from gateway.serving.controller import Controller
     from gateway.serving.state import GatewayState
-    from gateway.serving.targets import ServedModel
     from policy.file.format import default_policy
     from policy.runtime import PolicyRuntime
 

@@ -238,9 +238,10 @@ class Rig:
 def fake_replica(port: int, redis_url: str) -> None:
     """A whole gateway over the fake engine of the tests: starts within a second, and is slow enough to be hit."""
     from gateway.http.server import bind, run_server
-    from gateway.serving.controller import Controller, store_opener
+    from gateway.serving.call import ServedModel
+    from gateway.serving.controller import Controller
     from gateway.serving.state import GatewayState
-    from gateway.serving.targets import ServedModel
+    from gateway.serving.statistics_store import store_opener
     from policy.runtime import PolicyRuntime
     from tests.support.fakes import FakeDecoder, FakeTokenizer
 

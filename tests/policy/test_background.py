@@ -108,11 +108,11 @@ async def test_a_controller_stops_although_its_store_swallows_the_cancellation()
         return store
 
     controller = Controller(PolicyRuntime.from_text(GOOD), open_store=opened, replica="r")
-    await controller.start({})
+    await controller.background.start({})
     await begun.wait()
     controller.statistics.add_own({"m|chat|high|policy": DecodeCounters(steps=7)}, 0.0, 0.0)
     async with asyncio.timeout(PATIENCE_S):
-        await controller.stop()
+        await controller.background.stop()
     assert sum(each.steps for _, each in store._registers.values()) == 7, "and its last second is written"
 
 
@@ -227,7 +227,7 @@ def test_files_that_hang_are_told_and_keep_no_gateway_from_ending(
     write_keys(tmp_path / "keys", entry("alice", new_key()))
     controller = Controller(PolicyRuntime.open(path))
     access = Access(open_keys(tmp_path / "keys"), local=False)
-    hangs = [hang(controller.policy, controller._file, stuck)]
+    hangs = [hang(controller.policy, controller.background.file, stuck)]
     assert access.keys is not None
     hangs.append(hang(access.keys, access._file, stuck))
     with running_gateway(controller=controller, access=access) as live:

@@ -10,7 +10,8 @@ from typing import Any
 
 from gateway.auth.access import Access, open_keys
 from gateway.auth.keyfile import new_key, written_digest
-from gateway.serving.controller import Controller, store_opener
+from gateway.serving.controller import Controller
+from gateway.serving.statistics_store import store_opener
 from policy.limits.limiter import Limiter
 from policy.runtime import PolicyRuntime
 from tests.support.live_gateway import LiveGateway, running_gateway

@@ -7,9 +7,9 @@ import logging
 import os
 
 from gateway.http.server import bind, run_server
+from gateway.serving.call import ServedModel
 from gateway.serving.controller import Controller
 from gateway.serving.state import GatewayState
-from gateway.serving.targets import ServedModel
 from policy.runtime import PolicyRuntime
 from telemetry.logs import configure_logging
 from telemetry.service import Telemetry

@@ -15,7 +15,8 @@ import httpx
 import openai
 
 from gateway.http.server import GatewayServer, bind, url_of
-from gateway.serving.state import GatewayState, ServedModel
+from gateway.serving.call import ServedModel
+from gateway.serving.state import GatewayState
 from gateway.serving.targets import Backends
 from gateway.settings import GatewaySettings
 from tests.support.fakes import PATIENCE_S, FakeDecoder, FakeTokenizer

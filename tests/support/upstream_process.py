@@ -59,8 +59,8 @@ class UpstreamProcess:
 
 def main(port: int, name: str) -> None:
     from gateway.http.server import GatewayServer, bind, url_of
+    from gateway.serving.call import ServedModel
     from gateway.serving.state import GatewayState
-    from gateway.serving.targets import ServedModel
     from gateway.settings import GatewaySettings
 
     decoder = FakeDecoder(name=name, natural_length=120)

@@ -33,7 +33,8 @@ from backends.speculation.prompt_lookup import Lookup
 from backends.tree import MAX_DEPTH, CandidateTree
 from backends.types import ENGINE_FAILED, NOT_FINITE, DecodingPlan, ModelInfo
 from gateway.admission import Places
-from gateway.serving.targets import Backends, EngineBackend, ServedModel
+from gateway.serving.call import ServedModel
+from gateway.serving.targets import Backends, EngineBackend
 from tests.support.engine_helpers import (
     CONTEXT,
     VOCAB,

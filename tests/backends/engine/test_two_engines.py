@@ -88,7 +88,7 @@ def test_engines_of_one_model_share_the_load_and_answer_alike(gateway: LiveGatew
 def test_statistics_keep_models_apart(gateway: LiveGateway) -> None:
     for model in ("first", "second"):
         ask(gateway, model)
-    gateway.in_loop(gateway.state.controller.count())
+    gateway.in_loop(gateway.state.controller.background.count())
     counted = gateway.http.get("/admin/stats").json()["own_counters"]
     assert {key.partition("|")[0] for key in counted} == {"first", "second"}
 

@@ -11,8 +11,8 @@ import pytest
 from backends.engine.loading import EngineOptions, OpenedEngine, open_engine
 from backends.heads.module import backbone_fingerprint, save_heads
 from backends.models.tiny import tiny_heads, tiny_model, tiny_tokenizer
+from gateway.serving.call import ServedModel
 from gateway.serving.controller import Controller
-from gateway.serving.state import ServedModel
 from gateway.serving.targets import Backends
 from policy.runtime import PolicyRuntime
 from telemetry.service import Telemetry

@@ -25,7 +25,8 @@ from backends.training.trainer import TrainingOptions
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 from gateway.commands.heads import add_parser
 from gateway.http.app import create_app
-from gateway.serving.state import GatewayState, ServedModel
+from gateway.serving.call import ServedModel
+from gateway.serving.state import GatewayState
 from tests.support.engine_helpers import FLAT_COST
 from tests.support.toy_language import sentence, toy_backbone, toy_prompts
 

@@ -10,11 +10,13 @@ import pytest
 
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, GenerationStats, ModelInfo
-from gateway.serving.planning import plan_for
+from gateway.serving.controller import Controller
+from gateway.serving.planning import check_options, plan_for
 from gateway.serving.results import ChoiceResult, decoding_report
 from gateway.wire.errors import InvalidRequest
 from gateway.wire.requests import DecodingOptions
 from gateway.wire.validation import choice_seed
+from policy.spec import RequestFacts
 from tests.support.fakes import FakeDecoder
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 
@@ -123,17 +125,24 @@ def test_a_model_without_heads() -> None:
 )
 def test_plans_that_cannot_be(options: DecodingOptions, info: ModelInfo, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        plan_for(options, info)
+        check_options(options, info)
     assert caught.value.param == param
 
 
+def planned(options: DecodingOptions | None, info: ModelInfo) -> DecodingPlan:
+    """Under the shortest policy."""
+    facts = RequestFacts("an id", info.name, "unclassified", model_heads=info.num_heads)
+    check_options(options, info)
+    return plan_for(options, info, Controller.plain().decide(facts))
+
+
 def test_plans() -> None:
-    assert plan_for(None, INFO) == plan_for(DecodingOptions(), INFO)
-    assert plan_for(None, INFO).num_heads == 4
-    assert plan_for(DecodingOptions(heads=2), INFO).num_heads == 2
-    assert plan_for(DecodingOptions(heads=3, tree="2x1"), INFO).num_heads == 2, "no more heads than the tree uses"
-    assert plan_for(DecodingOptions(acceptance="typical"), HEADLESS).acceptance == "exact", "vanilla is always exact"
-    assert plan_for(DecodingOptions(method="medusa"), INFO).rule == "request"
+    assert planned(None, INFO) == planned(DecodingOptions(), INFO)
+    assert planned(None, INFO).num_heads == 4
+    assert planned(DecodingOptions(heads=2), INFO).num_heads == 2
+    assert planned(DecodingOptions(heads=3, tree="2x1"), INFO).num_heads == 2, "no more heads than the tree uses"
+    assert planned(DecodingOptions(acceptance="typical"), HEADLESS).acceptance == "exact", "vanilla is always exact"
+    assert planned(DecodingOptions(method="medusa"), INFO).rule == "request"
 
 
 def stats(**counts: Any) -> GenerationStats:
@@ -177,3 +186,4 @@ def test_choice_seeds_are_int64_and_distinct() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(-(2**63) <= seed < 2**63 for seed in seeds)
     assert choice_seed(5, 0) == 5
+    assert choice_seed(5, 1) == 7134611160154358618, "answers to a request with n and a seed stay what they were"

@@ -82,6 +82,6 @@ def test_openapi_describes_what_is_checked() -> None:
 @pytest.mark.parametrize(
     "module", ["gateway", "gateway.http.app", "gateway.http.server", "gateway.cli", "gateway.commands.serve"]
 )
-def test_the_gateway_does_not_import_torch(module: str) -> None:
-    check = f"import {module}, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers')))"
+def test_the_gateway_imports_neither_torch_nor_scikit_learn(module: str) -> None:
+    check = f"import {module}, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sklearn')))"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

@@ -17,9 +17,10 @@ from gateway.admission import Admission
 from gateway.http.app import create_app
 from gateway.serving.generation import Generation
 from gateway.serving.state import GatewayState
-from gateway.serving.streaming import ChatChoiceWriter, CompletionChoiceWriter, EventStream, StreamWriter
+from gateway.serving.streaming import ChatChoiceWriter, CompletionChoiceWriter, StreamWriter
 from gateway.settings import GatewaySettings
 from gateway.wire.errors import Unavailable
+from gateway.wire.event_stream import EventStream
 from tests.support.fakes import FakeDecoder
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 

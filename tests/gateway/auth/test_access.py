@@ -483,7 +483,7 @@ def test_few_are_explained_at_a_time_beside_the_answers() -> None:
     with running_gateway() as live:
 
         async def take() -> Any:
-            return live.state.explaining.admit(live.state.explaining.capacity)
+            return live.state.explaining.admit(live.state.explaining.places.capacity)
 
         ticket = live.in_loop(take())
         refused = live.http.post(EXPLAIN, json=chat())

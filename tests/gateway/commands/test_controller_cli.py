@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli import CommandError
 from gateway.commands import policy, serve
+from gateway.commands.errors import CommandError
 from tests.support.paths import DATA
 
 DATA = DATA / "policies"

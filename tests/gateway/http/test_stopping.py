@@ -18,9 +18,10 @@ from tests.support.paths import ROOT
 SERVER = """
 import asyncio, logging, sys, threading, time
 from gateway.http import app, server
-from gateway.serving.controller import Controller
+from gateway.serving.background import Background
 from gateway.settings import GatewaySettings
-from gateway.serving.state import GatewayState, ServedModel
+from gateway.serving.call import ServedModel
+from gateway.serving.state import GatewayState
 from tests.support.fakes import FakeDecoder, FakeTokenizer
 
 logging.basicConfig()
@@ -44,7 +45,7 @@ decoder = FakeDecoder()
 state = GatewayState.create({decoder.info.name: ServedModel(decoder, FakeTokenizer())}, GatewaySettings())
 hang = sys.argv[1]
 if hang == "controller":
-    Controller.stop = hangs_in_controller
+    Background.stop = hangs_in_controller
 if hang == "drain":
     state.admission.drain = hangs_in_drain
 server.run_server(state, server.bind("127.0.0.1", 0), bounded_exit=True)

@@ -223,7 +223,7 @@ def test_serve_opens_what_the_file_says(loading: FakeLoading, served: Served, tm
     assert loading.options.quantize == "int8"
     backends = served.state.backends
     assert [each.name for each in backends.of_model("m")] == ["a", "b"]
-    assert served.state.admission.capacity == (8 + 5) + 128
+    assert served.state.admission.places.capacity == (8 + 5) + 128
     assert not loading.decoder.alive, "the engine is closed at the end"
 
 

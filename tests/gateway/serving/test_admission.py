@@ -233,7 +233,8 @@ def test_what_a_second_signal_cuts_was_not_cut_by_its_client(stuck: bool, monkey
 SERVER = """
 from gateway.http.server import bind, run_server
 from gateway.settings import GatewaySettings
-from gateway.serving.state import GatewayState, ServedModel
+from gateway.serving.call import ServedModel
+from gateway.serving.state import GatewayState
 from tests.support.fakes import FakeDecoder, FakeTokenizer
 
 decoder = FakeDecoder()

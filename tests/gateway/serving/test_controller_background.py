@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from backends.types import DecodeCounters, EngineLoad, ModelInfo
-from gateway.serving.controller import Controller, store_opener
-from policy.records import Event
+from gateway.serving.controller import Controller
+from gateway.serving.health import problems
+from gateway.serving.statistics_store import store_opener
 from policy.runtime import PolicyRuntime
 from policy.spec import RequestFacts
 from policy.stabiliser import Held
+from policy.statistics.counters import StatsKey
 from policy.statistics.store import MemoryStore
 from tests.policy.test_policy_store import PATIENCE_S, ValkeyProcess
 from tests.support.fakes import FakeDecoder
@@ -76,8 +78,6 @@ def test_edits_are_live_within_seconds_and_no_request_is_dropped(tmp_path: Path)
     path = tmp_path / "policy.yaml"
     path.write_bytes(GOOD)
     controller = Controller(PolicyRuntime.open(path))
-    events: list[Event] = []
-    controller.listeners.append(events.append)
     with running_gateway(controller=controller) as live, Asking(live) as asking:
         wait_until(lambda: len(asking.answers) > 5)
         better = GOOD.replace(b"heads: 2", b"acceptance: typical")
@@ -91,7 +91,7 @@ def test_edits_are_live_within_seconds_and_no_request_is_dropped(tmp_path: Path)
         assert shown["text"] == better.decode()
         assert ask(live).json()["decoding"]["lossless"] is False
     assert asking.failed == 0
-    assert [event.kind for event in events] == ["policy_accepted", "policy_rejected"]
+    assert [event.kind for event in controller.events.log] == ["policy_accepted", "policy_rejected"]
 
 
 async def test_no_broken_file_touches_the_running_policy(tmp_path: Path) -> None:
@@ -101,13 +101,13 @@ async def test_no_broken_file_touches_the_running_policy(tmp_path: Path) -> None
     spec = controller.policy.spec
     for number, broken in enumerate(BROKEN, start=1):
         path.write_bytes(broken.read_bytes())
-        await controller.poll_policy()
-        await controller.poll_policy()
+        await controller.background.poll_policy()
+        await controller.background.poll_policy()
         status = controller.policy.status
         assert controller.policy.spec is spec
         assert status.rejected == number, broken
         assert status.rejection is not None
-    assert [event.kind for event in controller.events] == ["policy_rejected"] * len(BROKEN)
+    assert [event.kind for event in controller.events.log] == ["policy_rejected"] * len(BROKEN)
 
 
 @pytest.mark.parametrize("way", ["killed", "hung", "never there"])
@@ -141,7 +141,7 @@ def test_requests_never_wait_for_redis(tmp_path: Path, way: str) -> None:
                 assert server.process is not None
                 os.kill(server.process.pid, signal.SIGCONT)
                 wait_until(lambda: health()["status"] == "ok")
-        kinds = [event.kind for event in controller.events]
+        kinds = [event.kind for event in controller.events.log]
         assert kinds == (["store_down", "store_up"] if way == "hung" else ["store_down"])
     finally:
         server.kill()
@@ -155,10 +155,10 @@ async def test_the_last_second_is_written_at_the_end(tmp_path: Path) -> None:
 
     decoder = FakeDecoder()
     controller = Controller(PolicyRuntime.from_text(GOOD), open_store=opened, replica="r")
-    await controller.start({"fake-model": decoder})
+    await controller.background.start({"fake-model": decoder})
     decoder.count("fake-model|chat|high|policy", DecodeCounters(steps=7))
-    await controller.stop()
-    await controller.stop()
+    await controller.background.stop()
+    await controller.background.stop()
     assert sum(each.steps for _, each in store._registers.values()) == 7
 
 
@@ -192,11 +192,11 @@ async def test_a_round_that_fails_does_not_end_the_loops(caplog: pytest.LogCaptu
 
     flaky, controller = Flaky(), Controller(PolicyRuntime.from_text(GOOD))
     flaky.count("fake-model|chat|high|policy", DecodeCounters(steps=1))
-    await controller.start({"m": flaky})
+    await controller.background.start({"m": flaky})
     async with asyncio.timeout(PATIENCE_S):
         while not controller.statistics.book.total():  # noqa: ASYNC110 - nothing there tells when it has counted
             await asyncio.sleep(0.02)
-    await controller.stop()
+    await controller.background.stop()
     assert "it is tried again" in caplog.text
 
 
@@ -222,7 +222,7 @@ class SimulatedEngine:
             decision = self.controller.decide(facts)
             speedup = self.pays if decision.method == "medusa" else 1.0
             self.tokens += 40 * speedup
-            key = self.controller.stats_key(facts, decision.bucket, decision.arm)
+            key = StatsKey(facts.model, facts.class_name, decision.bucket, decision.arm).encode()
             counters = self._counters.setdefault(key, DecodeCounters())
             counters.steps += 40
             counters.emitted_tokens += round(40 * speedup)
@@ -242,7 +242,7 @@ async def test_random_heads_under_traffic(caplog: pytest.LogCaptureFixture) -> N
     now = [1000.0]
     controller = Controller(PolicyRuntime.embedded(), clock=lambda: now[0], wall_clock=lambda: now[0])
     engine = SimulatedEngine(controller, pays=1.7)
-    controller._decoders = {"m": engine}  # type: ignore[dict-item]
+    controller.background._decoders = {"m": engine}  # type: ignore[dict-item]
 
     async def run(seconds: int) -> list[float]:
         """Tokens of each second."""
@@ -251,7 +251,7 @@ async def test_random_heads_under_traffic(caplog: pytest.LogCaptureFixture) -> N
             before = engine.tokens
             engine.second()
             now[0] += 1.0
-            await controller.count()
+            await controller.background.count()
             produced.append(engine.tokens - before)
         return produced
 
@@ -259,7 +259,7 @@ async def test_random_heads_under_traffic(caplog: pytest.LogCaptureFixture) -> N
     assert min((await run(30))[1:]) > 1.5 * vanilla
     engine.pays = 0.9
     throughput = await run(40)
-    (fallback,) = controller.events
+    (fallback,) = controller.events.log
     assert fallback.kind == "fallback"
     assert fallback.at <= 1030.0 + 10.0
     assert fallback.values["speedup"] < 1.0
@@ -267,10 +267,10 @@ async def test_random_heads_under_traffic(caplog: pytest.LogCaptureFixture) -> N
     assert sum(throughput[10:]) >= 0.97 * vanilla * 30
     engine.pays, mended = 1.7, now[0]
     await run(60)
-    assert [event.kind for event in controller.events] == ["fallback", "resumed"]
-    assert controller.events[1].at - mended <= 60.0
+    assert [event.kind for event in controller.events.log] == ["fallback", "resumed"]
+    assert controller.events.log[1].at - mended <= 60.0
     assert (await run(1))[0] > 1.5 * vanilla
-    assert controller.fallback_count == 1
+    assert controller.events.fallback_count == 1
 
 
 async def test_shapes_are_held_for_the_keys_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,8 +285,8 @@ async def test_shapes_are_held_for_the_keys_that_are_asked_for(tmp_path: Path, m
         controller.decide(RequestFacts("r", model, "code", model_heads=4))
     assert [key[0] for key in controller._held] == ["d", "e", "a"]
     path.write_bytes(GOOD.replace(b"2", b"3"))
-    await controller.poll_policy()
-    await controller.poll_policy()
+    await controller.background.poll_policy()
+    await controller.background.poll_policy()
     assert controller._held == {}
 
 
@@ -297,13 +297,13 @@ async def test_a_clock_that_is_wrong_is_told(tmp_path: Path, off_s: int, told: s
         PolicyRuntime.from_text(GOOD), open_store=store_opener(server.url), wall_clock=lambda: time.time() + off_s
     )
     try:
-        await controller.start({})
-        await controller.share_alerts()
-        problems = controller.problems()
-        assert len(problems) == (told is not None)
-        assert told is None or told in problems[0]
+        await controller.background.start({})
+        await controller.background.share_alerts()
+        found = problems(controller)
+        assert len(found) == (told is not None)
+        assert told is None or told in found[0]
     finally:
-        await controller.stop()
+        await controller.background.stop()
         server.kill()
 
 
@@ -313,11 +313,11 @@ async def test_a_quiet_class_is_probed_all_the_same() -> None:
     controller = Controller(PolicyRuntime.embedded(), clock=lambda: now[0], wall_clock=lambda: now[0])
     key = "m|code|high|policy"
     engine = FakeDecoder()
-    controller._decoders = {"m": engine}
-    while not controller.events:
+    controller.background._decoders = {"m": engine}
+    while not controller.events.log:
         engine.count(key, DecodeCounters(steps=50, vanilla_us=9, spent_us=10))
         now[0] += 1.0
-        await controller.count()
+        await controller.background.count()
     methods = []
     for number in range(30):
         now[0] += 2.0

@@ -218,7 +218,7 @@ def test_a_policy_can_be_checked_without_using_it(gateway: LiveGateway) -> None:
 
 def test_statistics_are_counted_and_shown(gateway: LiveGateway) -> None:
     chat(gateway, "def f(): ...")
-    gateway.in_loop(gateway.state.controller.count())
+    gateway.in_loop(gateway.state.controller.background.count())
     shown = gateway.http.get("/admin/stats").json()
     (code,) = [each for each in shown["classes"] if each["class"] == "code"]
     assert code["tokens_per_step"] > 2

@@ -25,16 +25,15 @@ from gateway.api.completions import ChatCall, CompletionCall
 from gateway.auth.access import Access, open_keys
 from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
-from gateway.serving import remote_answer as answering
-from gateway.serving.streaming import in_one_line
-from gateway.serving.targets import Backends
+from gateway.serving import pipeline
+from gateway.serving.targets import Backends, UpstreamTarget
 from gateway.upstream import stream as streams
-from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import Chunk, read_chunk
 from gateway.upstream.errors import UpstreamFailure, retry_after_seconds
 from gateway.upstream.sse import MalformedStream
 from gateway.upstream.stream import _MOST_HELD
 from gateway.upstream.tally import Tally
+from gateway.wire.event_stream import in_one_line
 from gateway.wire.requests import ChatCompletionRequest, ChatMessage, CompletionRequest
 from policy.limits.limiter import Limiter
 from telemetry.logs import REQUEST_LOG
@@ -72,9 +71,9 @@ def counted(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def remote(name: str, upstream: ScriptedUpstream, **changes: Any) -> UpstreamBackend:
+def remote(name: str, upstream: ScriptedUpstream, **changes: Any) -> UpstreamTarget:
     settings = {"upstream_model": "theirs", "timeouts": PATIENT, "health": HealthCheck(every_s=3600.0), **changes}
-    return UpstreamBackend(UpstreamSpec(name, MODEL, upstream.url, **settings))
+    return UpstreamTarget(UpstreamSpec(name, MODEL, upstream.url, **settings))
 
 
 class Remembering(Telemetry):
@@ -89,7 +88,7 @@ records: list[RequestRecord] = []
 
 
 @contextmanager
-def gateway_over(*backends: UpstreamBackend, **state: Any) -> Iterator[LiveGateway]:
+def gateway_over(*backends: UpstreamTarget, **state: Any) -> Iterator[LiveGateway]:
     records.clear()
     with running_gateway(backends=Backends(backends, frozenset()), telemetry=Remembering.off(), **state) as live:
         yield live
@@ -398,7 +397,7 @@ def test_an_estimate_of_something_is_not_nothing() -> None:
 
 
 @contextmanager
-def fresh(first: ScriptedUpstream) -> Iterator[tuple[LiveGateway, UpstreamBackend]]:
+def fresh(first: ScriptedUpstream) -> Iterator[tuple[LiveGateway, UpstreamTarget]]:
     """A gateway whose health check leaves no connection behind."""
     first.health = lambda: answer(200, MODELS, extra="connection: close\r\n")
     backend = remote("first", first)
@@ -443,7 +442,7 @@ def test_a_drain_that_comes_while_limits_are_asked_starts_nothing(
         await asyncio.sleep(0)
         ticket.abort()
 
-    monkeypatch.setattr(answering, "charge", charge)
+    monkeypatch.setattr(pipeline, "charge", charge)
     with gateway_over(remote("first", first)) as live:
         said = live.http.post("/v1/chat/completions", json=CHAT)
     assert (said.status_code, said.json()["error"]["code"]) == (503, "shutting_down")

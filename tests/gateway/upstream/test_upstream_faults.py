@@ -15,8 +15,9 @@ from gateway.admission import Places
 from gateway.api.completions import CHAT_BODIES
 from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
-from gateway.serving.targets import Backend, Backends, EngineBackend, ServedModel
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving.backend import Backend
+from gateway.serving.call import ServedModel
+from gateway.serving.targets import Backends, EngineBackend, UpstreamTarget
 from gateway.upstream.payload import payload
 from tests.support.fakes import FakeDecoder, FakeTokenizer
 from tests.support.live_gateway import LiveGateway, running_gateway
@@ -60,9 +61,9 @@ def backends(first: ScriptedUpstream, second: ScriptedUpstream) -> Backends:
     patient = BreakerSettings(failures=1000)
     dead = "http://127.0.0.1:9/v1"
     made: list[Backend] = [
-        UpstreamBackend(spec("first", first.url, breaker=patient)),
-        UpstreamBackend(spec("second", second.url, breaker=patient, placement=Placement(priority=1))),
-        UpstreamBackend(UpstreamSpec("dead", "nowhere", dead, health=NO_CHECKS, breaker=patient)),
+        UpstreamTarget(spec("first", first.url, breaker=patient)),
+        UpstreamTarget(spec("second", second.url, breaker=patient, placement=Placement(priority=1))),
+        UpstreamTarget(UpstreamSpec("dead", "nowhere", dead, health=NO_CHECKS, breaker=patient)),
         EngineBackend("engine", ServedModel(FakeDecoder(name="local"), FakeTokenizer()), Places(8)),
     ]
     return Backends(made, frozenset({"local"}))
@@ -391,7 +392,7 @@ def test_breaker_health_and_key(tmp_path: Any, first: ScriptedUpstream) -> None:
     key = tmp_path / "key"
     key.write_text("secret-1\n")
     checks = HealthCheck(every_s=0.02, failures=1)
-    backend = UpstreamBackend(
+    backend = UpstreamTarget(
         spec("only", first.url, api_key_file=str(key), health=checks, breaker=BreakerSettings(2, open_s=0.2))
     )
     with ExitStack() as stack:

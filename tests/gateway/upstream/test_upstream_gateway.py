@@ -11,8 +11,8 @@ import pytest
 from gateway.admission import Places
 from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import HealthCheck, Placement, Timeouts, UpstreamSpec
-from gateway.serving.targets import Backends, EngineBackend, ServedModel
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving.call import ServedModel
+from gateway.serving.targets import Backends, EngineBackend, UpstreamTarget
 from tests.support.fakes import FakeDecoder, FakeTokenizer
 from tests.support.live_gateway import LiveGateway, running_gateway
 from tests.support.upstream_process import UpstreamProcess
@@ -29,7 +29,7 @@ def upstream() -> Iterator[UpstreamProcess]:
     process.kill()
 
 
-def remote(upstream: UpstreamProcess, **changes: Any) -> UpstreamBackend:
+def remote(upstream: UpstreamProcess, **changes: Any) -> UpstreamTarget:
     settings = {
         "dialect": "medusa-gateway",
         "upstream_model": MODEL,
@@ -37,7 +37,7 @@ def remote(upstream: UpstreamProcess, **changes: Any) -> UpstreamBackend:
         "health": HealthCheck(every_s=0.05, timeout_s=10.0, failures=2),
         **changes,
     }
-    return UpstreamBackend(UpstreamSpec("there", MODEL, f"{upstream.url}/v1", **settings))
+    return UpstreamTarget(UpstreamSpec("there", MODEL, f"{upstream.url}/v1", **settings))
 
 
 @pytest.fixture

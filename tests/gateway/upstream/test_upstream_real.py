@@ -14,8 +14,7 @@ import openai
 import pytest
 
 from gateway.routing.spec import HealthCheck, UpstreamSpec
-from gateway.serving.targets import Backends
-from gateway.upstream.backend import UpstreamBackend
+from gateway.serving.targets import Backends, UpstreamTarget
 from tests.support.live_gateway import LiveGateway, running_gateway
 
 URL = os.environ.get("MEDUSA_TEST_UPSTREAM", "")
@@ -36,7 +35,7 @@ ASK: dict[str, Any] = {
 def gateway() -> Iterator[LiveGateway]:
     # A server on a busy CPU may not answer a check while it works.
     patient = HealthCheck(timeout_s=60.0)
-    backend = UpstreamBackend(
+    backend = UpstreamTarget(
         UpstreamSpec("theirs", "ours", URL, upstream_model=THEIRS, dialect=DIALECT, health=patient)
     )
     with running_gateway(backends=Backends([backend], frozenset())) as live:

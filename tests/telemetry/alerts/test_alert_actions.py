@@ -28,17 +28,17 @@ async def test_an_alert_holds_its_model_in_fallback_until_it_is_resolved() -> No
     now = [1000.0]
     controller = Controller(PolicyRuntime.from_text(POLICY), clock=lambda: now[0], wall_clock=lambda: now[0])
     engine = FakeDecoder()
-    await controller.start({"m": engine})
+    await controller.background.start({"m": engine})
     try:
 
         async def seconds(count: int, pages: float) -> None:
             for _ in range(count):
                 now[0] += 1.0
                 engine.count("m|code|high|policy", DecodeCounters(steps=50, vanilla_us=20, spent_us=10))
-                controller.evaluate_alerts(
+                controller.background.evaluate_alerts(
                     {"medusa_kv_pages_used": {("m", "b"): pages}, "medusa_kv_pages_limit": {("m", "b"): 10.0}}
                 )
-                await controller.count()
+                await controller.background.count()
 
         def decided() -> tuple[str, str]:
             # Not one of those that probe.
@@ -52,13 +52,13 @@ async def test_an_alert_holds_its_model_in_fallback_until_it_is_resolved() -> No
         method, reason = decided()
         assert method == "vanilla"
         assert "alert 'kv' fires: medusa_kv_usage is above 0.9 for m: fallback to vanilla" in reason
-        assert controller.fallbacks["m", "code"] == 1, "held, and not fallen back again and again"
+        assert controller.events.fallbacks["m", "code"] == 1, "held, and not fallen back again and again"
         await seconds(40, 5.0)
         assert decided()[0] == "medusa", "its speedup is 2, so it comes back by itself"
-        kinds = [event.kind for event in controller.events]
+        kinds = [event.kind for event in controller.events.log]
         assert kinds == ["alert_firing", "fallback", "alert_resolved", "resumed"]
     finally:
-        await controller.stop()
+        await controller.background.stop()
 
 
 def rule(metric: str, **fields: object) -> AlertRule:

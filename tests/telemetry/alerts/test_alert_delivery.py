@@ -248,7 +248,7 @@ def test_from_a_dead_engine_to_a_real_alertmanager_and_back(tmp_path: Path) -> N
             decoder.revive()
             assert [body["status"] for body in direct.wait(2)] == ["firing", "resolved"]
             assert [body["status"] for body in behind.wait(2)] == ["firing", "resolved"]
-        kinds = [event.kind for event in controller.events]
+        kinds = [event.kind for event in controller.events.log]
         assert kinds == ["alert_firing", "alert_resolved"]
 
 
@@ -258,7 +258,7 @@ def test_a_receiver_that_hangs_delays_no_request() -> None:
     decoder = FakeDecoder(name="other")
     decoder.die()
     with running_gateway(controller=controller, decoder=FakeDecoder()) as live:
-        assert controller.alerting is not None
+        assert controller.background.alerting is not None
         live.in_loop(_fire(controller))
         wait_for(live, lambda shown: shown["receivers"]["am"]["failures"] > 0)
         body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -268,6 +268,6 @@ def test_a_receiver_that_hangs_delays_no_request() -> None:
 
 async def _fire(controller: Controller) -> None:
     """As if the engine were down, while the one that serves is not."""
-    assert controller.alerting is not None
-    controller.alerting.evaluate(controller.policy.spec.alerts, {"medusa_engine_up": {("x", "y"): 0.0}}, {})
-    await controller.share_alerts()
+    assert controller.background.alerting is not None
+    controller.background.alerting.evaluate(controller.policy.spec.alerts, {"medusa_engine_up": {("x", "y"): 0.0}}, {})
+    await controller.background.share_alerts()

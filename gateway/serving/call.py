@@ -1,0 +1,69 @@
+"""What a client asks for, whichever backend answers it: made by an endpoint, answered by the pipeline."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from backends.types import ChatTokenizer, Decoder, DecodingPlan
+from gateway.serving.results import ChoiceResult
+from gateway.serving.streaming import ChoiceWriter
+from gateway.wire.requests import GenerationFields
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """An engine and the tokenizer of its model."""
+
+    decoder: Decoder
+    tokenizer: ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What identifies a response of an engine and goes into its every chunk."""
+
+    id: str
+    created: int
+    model: str
+    prompt_tokens: int
+    plan: DecodingPlan
+
+
+class Call(ABC):
+    """What differs between the endpoints. Made from a validated body; ``prompts`` counts prompts, not choices.
+
+    Knows no backend: the same call may be tried on several.
+    """
+
+    id_prefix: ClassVar[str]
+    chunk_object: ClassVar[str]
+    prompt_field: ClassVar[str]
+    continues: ClassVar[bool] = False
+    """Whether an answer goes on from its prompt's text."""
+    body: GenerationFields
+    prompts: int
+    logprobs: int | None
+    prompt: Any
+    """What is to be answered, as an upstream is sent it: plain messages, or ``prompt`` as it came."""
+    estimated_tokens: list[int]
+    """Of each prompt: exact for token ids, a guess by length for text."""
+
+    @property
+    def sequences(self) -> int:
+        """How many places the request needs."""
+        return self.prompts * (self.body.n or 1)
+
+    @abstractmethod
+    async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
+        """Token ids of each prompt."""
+
+    @abstractmethod
+    def choice_writer(self) -> ChoiceWriter:
+        """The writer of one streamed choice."""
+
+    @abstractmethod
+    def response(self, answer: Answer, results: Sequence[ChoiceResult]) -> bytes:
+        """The whole body of a response that is not streamed."""
