@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from backends.heads.module import HeadsError, check_head_count
-from backends.runners.residual_heads import ResidualBlock, ResidualHeads
+from backends.heads.residual import ResidualBlock, ResidualHeads
 
 Flavour = Literal["fasterdecoding-v1", "fasterdecoding-v2", "merged", "modelopt", "vllm"]
 

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from backends.heads.expansion import LEAST_SURVIVAL
+from backends.heads.module import MedusaHeads
+from backends.heads.residual import ResidualHeads
 from backends.runners.batch import StepBatch
 from backends.tree import CandidateTree
 
@@ -130,9 +132,13 @@ class ModelRunner(Protocol):
     """A model with its KV pool of ``num_pages`` pages and, after them, ``scratch_slots`` slots for candidate nodes.
 
     Every method's result for one row is bitwise the same whatever other rows are in the call.
+
+    ``kind``, ``software`` and ``threads`` tell runners apart whose steps take different times: the runner's name, the
+    versions of what it runs on, and the CPU threads that it computes with.
     """
 
     kind: str
+    software: str
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
@@ -140,6 +146,9 @@ class ModelRunner(Protocol):
     num_pages: int
     max_rows: int
     max_context: int
+
+    @property
+    def threads(self) -> int: ...
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Run the rows, store their keys and values; returns final-norm hidden states [outputs, H], which the next
@@ -161,6 +170,15 @@ class ModelRunner(Protocol):
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
         """One token drawn from each named row after temperature, top-k, top-p and min-p, in that order;
         :data:`NO_TOKEN` where the highest logit is not finite."""
+        ...
+
+    def embed(self, token_ids: list[int]) -> torch.Tensor:
+        """The tokens' input embeddings [n, H]."""
+        ...
+
+    def bind_heads(self, heads: MedusaHeads | ResidualHeads) -> HeadsRunner:
+        """Heads that guess by this runner's weights, in whatever operations suit its device;
+        :func:`backends.runners.torch_heads.heads_in_torch` does it for every runner."""
         ...
 
 

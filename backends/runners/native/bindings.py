@@ -169,6 +169,11 @@ def load_library() -> ctypes.CDLL:
     return bind(compiled(Path(__file__).parent / "csrc" / SOURCES[0]))
 
 
+def build_name(library: ctypes.CDLL) -> str:
+    """Stands for the kernels' source, the compiler and the CPU's flags: the name of the compiled file has them all."""
+    return Path(library._name).stem
+
+
 def bind(path: Path) -> ctypes.CDLL:
     """Loads compiled kernels. Raises :class:`NativeUnavailable` where that fails, and RuntimeError when they have other
     structures than this module: then one of the two was changed alone."""
@@ -269,6 +274,7 @@ __all__ = [
     "Model",
     "NativeUnavailable",
     "bind",
+    "build_name",
     "compiled",
     "load_library",
 ]

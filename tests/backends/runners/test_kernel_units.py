@@ -17,7 +17,7 @@ import torch
 
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.runners.native import bindings as lib
-from backends.runners.native.runner import pack, pack_int8
+from backends.runners.native.packing import pack, pack_int8
 from tests.support.engine_helpers import native_or_skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -42,9 +42,9 @@ def test_both_sides_have_the_same_structures() -> None:
 @pytest.mark.parametrize(
     ("key", "theirs", "message"),
     [
-        (("mg_model", "pages"), (44, 8), r"mg_model\.pages: \(offset, size\) \(48, 8\) in library\.py, .*\(44, 8\) in"),
+        (("mg_model", "pages"), (44, 8), r"mg_model\.pages: \(offset, size\) \(48, 8\) in bindings\.py, .*\(44, 8\) in"),
         (("mg_heads", ""), (0, 8), r"mg_heads: .*\(0, 8\) in the kernels"),
-        (("mg_follow", "new"), (0, 4), r"mg_follow\.new: unknown in library\.py"),
+        (("mg_follow", "new"), (0, 4), r"mg_follow\.new: unknown in bindings\.py"),
         (("mg_model", "eps"), None, r"mg_model\.eps: .* unknown in the kernels"),
         (("", "MAX_DEPTH"), (15, 0), r"MAX_DEPTH: .*\(15, 0\) in the kernels"),
     ],
@@ -63,7 +63,7 @@ def test_kernels_of_another_layout_are_not_run(monkeypatch: pytest.MonkeyPatch) 
     native_or_skip()
     built = compiled(SOURCE)
     monkeypatch.setitem(library._LIMITS, "MAX_RANKS", 31)
-    with pytest.raises(RuntimeError, match=r"the C sources disagree: MAX_RANKS: .*\(31, 0\) in library\.py"):
+    with pytest.raises(RuntimeError, match=r"the C sources disagree: MAX_RANKS: .*\(31, 0\) in bindings\.py"):
         library.bind(built)
 
 
