@@ -7,18 +7,18 @@ which see drafted tokens, and :class:`ResidualHeadsInTorch` for other projects',
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from backends.heads.expansion import LEAST_SURVIVAL, GuessLists, plan_of_tree
+from backends.heads.expansion import GuessLists, plan_of_tree
 from backends.heads.module import MedusaHeads
 from backends.heads.residual import ResidualHeads
-from backends.runners.base import ModelRunner, Proposals, best_tokens
+from backends.runners.base import ModelRunner, ProposalRequest, Proposals, best_tokens
 from backends.runners.row_padding import pad_rows, padding_of
-from backends.tree import CandidateTree
 
 # States [..., H] -> what the backbone's lm_head says of the draft vocabulary, [..., V'] float32.
 Project = Callable[[torch.Tensor], torch.Tensor]
@@ -59,40 +59,21 @@ class MedusaHeadsInTorch:
         self._draft_ids = None if ids is None else ids.cpu().numpy()
 
     @torch.inference_mode()
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-        *,
-        rows: Sequence[int] | None = None,
-        least: float = LEAST_SURVIVAL,
-    ) -> list[Proposals]:
-        pending = [context[-1] for context in contexts]
-        if rows is not None:
-            hidden = hidden[list(rows)]
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
         if self._heads.sequential:
-            return self._follow(hidden, pending, k, trees, least)
-        states = self._heads.propose_hidden(hidden, self._embed(pending))
+            return self._follow(request)
+        states = self._heads.propose_hidden(request.states, self._embed(request.pending))
         own = self._heads.output
-        tokens, probabilities = best_tokens(
-            self._project(states) if own is None else own(states).float(), k, self._draft_ids
-        )
-        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]
+        logits = self._project(states) if own is None else own(states).float()
+        return _of_each_sequence(*best_tokens(logits, request.k, self._draft_ids))
 
-    def _follow(
-        self,
-        hidden: torch.Tensor,
-        pending: list[int],
-        k: int,
-        trees: Sequence[CandidateTree | None],
-        least: float,
-    ) -> list[Proposals]:
+    def _follow(self, request: ProposalRequest) -> list[Proposals]:
         """Sequential heads, level by level: one pass over the lists of all sequences for each head."""
-        wanted = [plan_of_tree(tree, self.num_heads, k) if tree else None for tree in (trees or [None] * len(pending))]
-        grown = [GuessLists(plan, least) for plan in wanted]
-        rows, states = [(i, token) for i, token in enumerate(pending)], hidden
+        pending, k = request.pending, request.k
+        trees = request.trees or [None] * len(pending)
+        plans = [plan_of_tree(tree, self.num_heads, k) if tree else None for tree in trees]
+        grown = [GuessLists(plan, request.least) for plan in plans]
+        rows, states = [(i, token) for i, token in enumerate(pending)], request.states
         above, own, levels = list(range(len(pending))), self._heads.output, 0
         for head in range(self.num_heads):
             levels += 1
@@ -138,16 +119,10 @@ class ResidualHeadsInTorch:
         return out if heads.logit_scale == 1.0 else out * heads.logit_scale
 
     @torch.inference_mode()
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-        *,
-        rows: Sequence[int] | None = None,
-        least: float = LEAST_SURVIVAL,
-    ) -> list[Proposals]:
-        states = hidden if rows is None else hidden[list(rows)]
-        tokens, probabilities = best_tokens(self.logits(states), k, self._token_ids)
-        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(len(contexts))]
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
+        return _of_each_sequence(*best_tokens(self.logits(request.states), request.k, self._token_ids))
+
+
+def _of_each_sequence(tokens: NDArray[np.int32], probabilities: NDArray[np.float32]) -> list[Proposals]:
+    """From what every head guesses for every sequence, [heads, n, k] each."""
+    return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(tokens.shape[1])]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from backends.heads.expansion import LEAST_SURVIVAL, WIDTH, plan_of_tree
+from backends.heads.expansion import WIDTH, FollowPlan, plan_of_tree
 from backends.heads.module import MedusaHeads
-from backends.runners.base import Proposals
+from backends.runners.base import ProposalRequest, Proposals
 from backends.runners.native import bindings as lib
 from backends.runners.native.checked import address_of, refuse, values_of
 from backends.runners.native.packing import LANES, pack, pack_int8
-from backends.tree import MAX_RANKS, CandidateTree
+from backends.tree import MAX_RANKS
 
 if TYPE_CHECKING:
     from backends.runners.native.runner import NativeRunner
@@ -96,25 +95,15 @@ class NativeHeads:
     def _int8(self, weight: torch.Tensor) -> lib.Int8Layer:
         return lib.Int8Layer(*map(self._keep, pack_int8(weight)))
 
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-        *,
-        rows: Sequence[int] | None = None,
-        least: float = LEAST_SURVIVAL,
-    ) -> list[Proposals]:
-        if self._heads.sequential:
-            return self._follow(hidden, range(len(contexts)) if rows is None else rows, contexts, k, trees, least)
-        if rows is not None:
-            hidden = hidden[list(rows)]
-        runner, n, vocab = self._runner, len(contexts), len(self._draft_ids)
-        pending = [context[-1] for context in contexts]
-        k = min(k, MAX_RANKS, vocab)
-        hidden = hidden[:n].contiguous()
-        block_input = self._heads.block_input(hidden, runner.embeddings[pending]).contiguous()
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
+        return self._follow(request) if self._heads.sequential else self._all_at_once(request)
+
+    def _all_at_once(self, request: ProposalRequest) -> list[Proposals]:
+        """Every head from the hidden state and the pending token alone."""
+        runner, n, vocab = self._runner, len(request.contexts), len(self._draft_ids)
+        k = min(request.k, MAX_RANKS, vocab)
+        hidden = request.states[:n].contiguous()
+        block_input = self._heads.block_input(hidden, runner.embed(request.pending)).contiguous()
         count = self.num_heads * n
         logits = torch.empty(count, self._vocab_padded, dtype=torch.float32)
         refuse(
@@ -129,40 +118,35 @@ class NativeHeads:
         )
         ids = np.empty((self.num_heads, n, k), dtype=np.int32)
         probabilities = np.empty((self.num_heads, n, k), dtype=np.float32)
-        given, guessed = (ids.ctypes.data, probabilities.ctypes.data)
         refuse(
             runner.library.mg_top_k(
-                runner.thread_pool, logits.data_ptr(), count, self._vocab_padded, vocab, k, given, guessed
+                runner.thread_pool,
+                logits.data_ptr(),
+                count,
+                self._vocab_padded,
+                vocab,
+                k,
+                ids.ctypes.data,
+                probabilities.ctypes.data,
             )
         )
         tokens = self._draft_ids[ids]
         return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(n)]
 
-    def _follow(
-        self,
-        hidden: torch.Tensor,
-        rows: Sequence[int],
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None],
-        least: float,
-    ) -> list[Proposals]:
-        runner, n = self._runner, len(contexts)
-        k = min(k, MAX_RANKS, self._struct.draft_vocab)
-        of_hidden, hidden_rows = runner.states(hidden.contiguous())
-        plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
+    def _follow(self, request: ProposalRequest) -> list[Proposals]:
+        """Sequential heads. All arrays of the call lie in two blocks of memory, one of C ints and one of floats."""
+        runner, n = self._runner, len(request.contexts)
+        k = min(request.k, MAX_RANKS, self._struct.draft_vocab)
+        of_hidden, hidden_rows = runner.states(request.hidden.contiguous())
+        plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(request.trees) if tree is not None}
         width, lists = WIDTH, 1 + WIDTH * (self.num_heads - 1)
         for plan in plans.values():
             width, lists = max(width, plan.widest), max(lists, plan.lists)
-        given = array("i", [*rows, *(context[-1] for context in contexts)])
+        given = array("i", [*(range(n) if request.rows is None else request.rows), *request.pending])
         if plans:
-            given.extend(plans[i].lists if i in plans else 0 for i in range(n))
-            for part in ("above", "ranks"):
-                for i in range(n):
-                    named = (0, *getattr(plans[i], part)) if i in plans else ()
-                    given.extend((*named, *[0] * (lists - len(named))))
+            given.extend(_plan_arrays(plans, n, lists))
         of_rows, _ = given.buffer_info()
-        planned = of_rows + 8 * n
+        of_pending, planned = of_rows + 4 * n, of_rows + 8 * n
         of_plans = (planned, planned + 4 * n, planned + 4 * n * (1 + lists)) if plans else (None, None, None)
         # What the kernel writes: guesses and the lists below them, then what it keeps for each sequence and row.
         guesses = n * lists * k
@@ -171,7 +155,7 @@ class NativeHeads:
         (of_integers, _), (of_floats, _) = integers.buffer_info(), floats.buffer_info()
         tokens, below, *kept = (of_integers + 4 * start for start in accumulate(sizes[:-1], initial=0))
         follow = lib.Follow(
-            *(n, lists, k, WIDTH, least, 0, 0, of_rows, of_rows + 4 * n, *of_plans),
+            *(n, lists, k, WIDTH, request.least, 0, 0, of_rows, of_pending, *of_plans),
             *(tokens, below, of_floats, of_floats + 4 * guesses, *kept),
         )
         refuse(
@@ -192,3 +176,14 @@ class NativeHeads:
             following = integers[guesses + begin : guesses + end]
             found.append(Proposals.of_memory(integers[begin:end], floats[begin:end], following, k, levels))
         return found
+
+
+def _plan_arrays(plans: dict[int, FollowPlan], n: int, lists: int) -> array[int]:
+    """The plans of n sequences as the kernel reads them: how many lists each names [n], 0 for none, then for every list
+    the one above it [n, lists] and the rank that it follows there [n, lists]."""
+    found = array("i", (plans[i].lists if i in plans else 0 for i in range(n)))
+    for part in ("above", "ranks"):
+        for i in range(n):
+            named = (0, *getattr(plans[i], part)) if i in plans else ()
+            found.extend((*named, *[0] * (lists - len(named))))
+    return found

@@ -42,7 +42,11 @@ def test_both_sides_have_the_same_structures() -> None:
 @pytest.mark.parametrize(
     ("key", "theirs", "message"),
     [
-        (("mg_model", "pages"), (44, 8), r"mg_model\.pages: \(offset, size\) \(48, 8\) in bindings\.py, .*\(44, 8\) in"),
+        (
+            ("mg_model", "pages"),
+            (44, 8),
+            r"mg_model\.pages: \(offset, size\) \(48, 8\) in bindings\.py, .*\(44, 8\) in",
+        ),
         (("mg_heads", ""), (0, 8), r"mg_heads: .*\(0, 8\) in the kernels"),
         (("mg_follow", "new"), (0, 4), r"mg_follow\.new: unknown in bindings\.py"),
         (("mg_model", "eps"), None, r"mg_model\.eps: .* unknown in the kernels"),
