@@ -21,7 +21,18 @@ from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import instruction_set
 from backends.tree import MAX_DEPTH, MAX_RANKS
 
-SOURCES = ("kernels.c", "checks.h", "transformer.h", "int8.h", "simd.h", "thread_pool.h")
+SOURCES = (
+    "kernels.c",
+    "checks.h",
+    "sampling.h",
+    "follow.h",
+    "transformer.h",
+    "linear.h",
+    "attention.h",
+    "int8.h",
+    "simd.h",
+    "thread_pool.h",
+)
 # No contraction and no fast-math: an operation gives the same bits wherever the compiler places it.
 FLAGS = (
     "-O2",

@@ -1,4 +1,4 @@
-"""Weight matrices in the layouts that the kernels multiply (``transformer.h`` and ``int8.h`` say why)."""
+"""Weight matrices in the layouts that the kernels multiply (``linear.h`` and ``int8.h`` say why)."""
 
 from __future__ import annotations
 
