@@ -13,7 +13,7 @@ vllm                ``blocks.{h}.layers.{l}.weight``, ``lm_heads.{h}.weight``, o
 =================== ======================================================== =========================================
 
 Names may stand behind ``medusa_heads.``, and behind what torch's wrappers put first (``module.``, ``_orig_mod.``).
-The project's own format is read by :mod:`backends.heads.module`.
+The project's own format is read by :mod:`backends.heads.format`.
 """
 
 from __future__ import annotations

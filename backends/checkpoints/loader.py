@@ -12,14 +12,8 @@ from torch import nn
 
 from backends.checkpoints.files import HeadsFiles, first_values, read_config, read_heads_files, resolve_folder
 from backends.checkpoints.flavours import ForeignHeads, check_fit, is_head_tensor, lies_in_a_model, parse_heads
-from backends.heads.module import (
-    WEIGHTS_FILE,
-    HeadsError,
-    MedusaHeads,
-    backbone_fingerprint,
-    load_heads,
-    read_heads_config,
-)
+from backends.heads.format import WEIGHTS_FILE, backbone_fingerprint, load_heads, read_heads_config
+from backends.heads.module import HeadsError, MedusaHeads
 from backends.heads.residual import ResidualHeads
 from backends.runners.base import HeadsRunner, ModelRunner
 
@@ -99,7 +93,7 @@ def load_checkpoint(name: str | Path, backbone: BackboneFacts) -> LoadedHeads:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder is in the project's own format (:mod:`backends.heads.module`)."""
+    """Whether a folder is in the project's own format (:mod:`backends.heads.format`)."""
     return (folder / WEIGHTS_FILE).is_file() or str(read_config(folder).get("format", "")).startswith("medusa-gateway/")
 
 

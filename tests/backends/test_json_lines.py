@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from backends.heads.module import MedusaHeads, backbone_fingerprint, save_heads
+from backends.heads.format import backbone_fingerprint, save_heads
+from backends.heads.module import MedusaHeads
 from backends.json_lines import read_objects
 from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone

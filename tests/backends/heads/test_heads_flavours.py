@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_checkpoint
 from backends.engine.loading import EngineOptions, ModelParts, build_core, load_parts
-from backends.heads.module import HeadsError, describe_heads, save_heads
+from backends.heads.format import describe_heads, save_heads
+from backends.heads.module import HeadsError
 from backends.models.tiny import tiny_heads, tiny_tokenizer
 from backends.models.tiny_architectures import tiny_architecture
 from backends.proof.lossless import verify_lossless

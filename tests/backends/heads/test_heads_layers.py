@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_own
-from backends.heads.module import HeadsError, MedusaHeads, load_heads, save_heads
+from backends.heads.format import load_heads, save_heads
+from backends.heads.module import HeadsError, MedusaHeads
 from backends.runners.base import ProposalRequest
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
