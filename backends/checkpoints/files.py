@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from backends.heads.module import WEIGHTS_FILE, HeadsError
+from backends.heads.format import WEIGHTS_FILE
+from backends.heads.module import HeadsError
 from backends.models.fetch import FetchError, fetch_heads
 
 # In the order in which they are looked for: a folder may hold the same heads twice, or the backbone beside them.

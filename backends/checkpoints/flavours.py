@@ -13,7 +13,7 @@ vllm                ``blocks.{h}.layers.{l}.weight``, ``lm_heads.{h}.weight``, o
 =================== ======================================================== =========================================
 
 Names may stand behind ``medusa_heads.``, and behind what torch's wrappers put first (``module.``, ``_orig_mod.``).
-The project's own format is read by :mod:`backends.heads.module`.
+The project's own format is read by :mod:`backends.heads.format`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from backends.heads.module import HeadsError, check_head_count
-from backends.runners.residual_heads import ResidualBlock, ResidualHeads
+from backends.heads.residual import ResidualBlock, ResidualHeads
 
 Flavour = Literal["fasterdecoding-v1", "fasterdecoding-v2", "merged", "modelopt", "vllm"]
 

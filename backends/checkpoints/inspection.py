@@ -9,7 +9,8 @@ import torch
 
 from backends.checkpoints.files import resolve_folder
 from backends.checkpoints.loader import BackboneFacts, is_own, load_checkpoint, read_foreign, trained_for
-from backends.heads.module import HeadsError, describe_heads
+from backends.heads.format import describe_heads
+from backends.heads.module import HeadsError
 from backends.models.demo import prepare_demo_model
 
 

@@ -12,19 +12,10 @@ from torch import nn
 
 from backends.checkpoints.files import HeadsFiles, first_values, read_config, read_heads_files, resolve_folder
 from backends.checkpoints.flavours import ForeignHeads, check_fit, is_head_tensor, lies_in_a_model, parse_heads
-from backends.heads.module import (
-    WEIGHTS_FILE,
-    HeadsError,
-    MedusaHeads,
-    backbone_fingerprint,
-    load_heads,
-    read_heads_config,
-)
+from backends.heads.format import WEIGHTS_FILE, backbone_fingerprint, load_heads, read_heads_config
+from backends.heads.module import HeadsError, MedusaHeads
+from backends.heads.residual import ResidualHeads
 from backends.runners.base import HeadsRunner, ModelRunner
-from backends.runners.hf import HfRunner
-from backends.runners.native.runner import LANES, NativeRunner
-from backends.runners.residual_heads import ResidualHeads, TorchHeads
-from backends.runners.torch_heads import HeadsInTorch
 
 log = logging.getLogger(__name__)
 
@@ -73,38 +64,7 @@ class LoadedHeads:
     message: str = ""
 
     def bind(self, runner: ModelRunner) -> HeadsRunner:
-        if isinstance(self.heads, ResidualHeads):
-            return TorchHeads(runner, self.heads)
-        if isinstance(runner, HfRunner):
-            return runner.bind_heads(self.heads)
-        assert isinstance(runner, NativeRunner)
-        reason = _not_native(self.heads)
-        if reason is None:
-            return runner.bind_heads(self.heads)
-        log.warning("the heads run in torch operations, which is slower than the kernels: %s", reason)
-        return _beside_kernels(self.heads, runner)
-
-
-def _not_native(heads: MedusaHeads) -> str | None:
-    """Why the kernels can't run these heads; None: they can."""
-    if heads.layers > 1:
-        return f"{heads.layers} layers for each head"
-    if heads.own_output:
-        return "output layers of their own"
-    if heads.inner_size % LANES:
-        return f"inner size {heads.inner_size} is not a multiple of {LANES}"
-    return None
-
-
-def _beside_kernels(heads: MedusaHeads, runner: NativeRunner) -> HeadsInTorch:
-    ids = None if heads.draft_token_ids is None else heads.draft_token_ids.long()
-
-    def project(states: torch.Tensor) -> torch.Tensor:
-        # The kernels have lm_head in their own layout only, so its other columns are computed as well.
-        logits = runner.logits(states.flatten(0, -2).contiguous()).unflatten(0, states.shape[:-1])
-        return logits if ids is None else logits[..., ids]
-
-    return HeadsInTorch(heads, runner, lambda token_ids: runner.embeddings[token_ids], project)
+        return runner.bind_heads(self.heads)
 
 
 def load_checkpoint(name: str | Path, backbone: BackboneFacts) -> LoadedHeads:
@@ -133,7 +93,7 @@ def load_checkpoint(name: str | Path, backbone: BackboneFacts) -> LoadedHeads:
 
 
 def is_own(folder: Path) -> bool:
-    """Whether a folder is in the project's own format (:mod:`backends.heads.module`)."""
+    """Whether a folder is in the project's own format (:mod:`backends.heads.format`)."""
     return (folder / WEIGHTS_FILE).is_file() or str(read_config(folder).get("format", "")).startswith("medusa-gateway/")
 
 

@@ -8,29 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from backends.checkpoints.loader import LoadedHeads
 from backends.cost.probe import CONTEXT
+from backends.heads.residual import ResidualHeads
+from backends.runners.base import ModelRunner
 from backends.runners.cpu_cores import cpu_name, usable_cores
-from backends.runners.hf import HfRunner
-from backends.runners.native.bindings import load_library
-from backends.runners.native.runner import NativeRunner
-from backends.runners.residual_heads import ResidualHeads
 
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
-def facts_of(
-    runner: NativeRunner | HfRunner, config: Any, heads: LoadedHeads | None, quantize: str | None
-) -> dict[str, str]:
+def facts_of(runner: ModelRunner, config: Any, heads: LoadedHeads | None, quantize: str | None) -> dict[str, str]:
     """``config``: the transformers model's. Shapes count rather than weights: other weights take the same time."""
-    threads = runner.threads if isinstance(runner, NativeRunner) else torch.get_num_threads()
     facts = {
         "runner": runner.kind,
-        "software": _kernels()
-        if runner.kind == "native"
-        else f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "software": runner.software,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "quantize": quantize or "",
         "model": _digest({name: value for name, value in config.to_dict().items() if name not in _VOLATILE}),
@@ -49,13 +41,8 @@ def facts_of(
         "device": cpu_name(),
         "cores": str(usable_cores()),
         "quota": _cpu_quota(),
-        "threads": str(threads),
+        "threads": str(runner.threads),
     }
-
-
-def _kernels() -> str:
-    """By their source, compiler and the CPU's flags, which are in the name of the compiled file."""
-    return Path(load_library()._name).stem
 
 
 def _heads_shape(loaded: LoadedHeads) -> str:

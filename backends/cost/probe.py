@@ -11,7 +11,7 @@ import torch
 from backends.cost.record import CHECKED_ROWS, restless
 from backends.cost.step_cost import Budget, StepCost, Timings, completed, medians, smoothed
 from backends.heads.expansion import usual_tree
-from backends.runners.base import HeadsRunner, ModelRunner
+from backends.runners.base import HeadsRunner, ModelRunner, ProposalRequest
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 
 # Sizes at which the table is made, in the order of their worth: doublings first, as the others lie between them, and
@@ -105,11 +105,10 @@ class CostProbe:
             return None
         hidden = torch.zeros(SEQUENCES[-1], runner.hidden_size, dtype=runner.dtype, device=runner.device)
         shapes = [usual_tree(heads.num_heads)] * SEQUENCES[-1]
-        asked = {n: (range(n), [[0]] * n, shapes[:n]) for n in SEQUENCES}
+        asked = {n: ProposalRequest(hidden, [[0]] * n, _RANKS, shapes[:n], rows=range(n)) for n in SEQUENCES}
 
         def propose(sequences: int) -> None:
-            rows, contexts, trees = asked[sequences]
-            heads.propose(hidden, contexts, _RANKS, trees, rows=rows)
+            heads.propose(asked[sequences])
 
         # In service a forward has just swept their weights out of the caches.
         return Timings(propose, self._budget, before=lambda: self._forward(1))

@@ -18,7 +18,7 @@ from backends.engine.optional_parts import OptionalParts
 from backends.engine.prefill_share import share_rows
 from backends.engine.sequence import Sequence, SequenceStatus
 from backends.models.tokenizer import HfTokenizer
-from backends.runners.base import HeadsRunner, ModelRunner, Proposals
+from backends.runners.base import HeadsRunner, ModelRunner, ProposalRequest, Proposals
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.speculation.batch_gate import DraftGate
 from backends.speculation.prompt_lookup import Continuation
@@ -607,7 +607,7 @@ class EngineCore:
             num_heads=self.heads.num_heads,
         )
         proposals = self.heads.propose(
-            hidden, contexts, max(self.config.proposals, ranks), trees, rows=rows, least=least
+            ProposalRequest(hidden, contexts, max(self.config.proposals, ranks), trees, rows=rows, least=least)
         )
         for sequence, found in zip(sequences, proposals, strict=True):
             sequence.proposals = found

@@ -18,9 +18,8 @@ import torch
 
 from backends.engine.core import EngineConfig, EngineCore
 from backends.engine.loading import LoadedCore
-from backends.heads.expansion import LEAST_SURVIVAL
 from backends.models.tokenizer import HfTokenizer
-from backends.runners.base import HeadsRunner, Proposals
+from backends.runners.base import HeadsRunner, ProposalRequest, Proposals
 from backends.tree import CandidateTree, best_first_paths
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams
 
@@ -82,21 +81,12 @@ class PlantedHeads:
         self.num_heads = num_heads
         self._prompt_of: dict[int, tuple[int, ...]] = {}
 
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-        *,
-        rows: Sequence[int] | None = None,
-        least: float = LEAST_SURVIVAL,
-    ) -> list[Proposals]:
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
         if self._heads is not None and self._rng.random() < 0.5:
-            real = self._heads.propose(hidden, contexts, k, trees, rows=rows, least=least)
+            real = self._heads.propose(request)
         else:
-            real = [self._junk(k) for _ in contexts]
-        return [self._plant(found, context) for found, context in zip(real, contexts, strict=True)]
+            real = [self._junk(request.k) for _ in request.contexts]
+        return [self._plant(found, context) for found, context in zip(real, request.contexts, strict=True)]
 
     def _junk(self, k: int) -> Proposals:
         tokens = np.array([self._rng.sample(range(self._vocab_size), k) for _ in range(self.num_heads)], np.int32)

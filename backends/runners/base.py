@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from backends.heads.expansion import LEAST_SURVIVAL
+from backends.heads.module import MedusaHeads
+from backends.heads.residual import ResidualHeads
 from backends.runners.batch import StepBatch
 from backends.tree import CandidateTree
 
@@ -130,9 +132,13 @@ class ModelRunner(Protocol):
     """A model with its KV pool of ``num_pages`` pages and, after them, ``scratch_slots`` slots for candidate nodes.
 
     Every method's result for one row is bitwise the same whatever other rows are in the call.
+
+    ``kind``, ``software`` and ``threads`` tell runners apart whose steps take different times: the runner's name, the
+    versions of what it runs on, and the CPU threads that it computes with.
     """
 
     kind: str
+    software: str
     dtype: torch.dtype
     device: torch.device
     hidden_size: int
@@ -140,6 +146,9 @@ class ModelRunner(Protocol):
     num_pages: int
     max_rows: int
     max_context: int
+
+    @property
+    def threads(self) -> int: ...
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Run the rows, store their keys and values; returns final-norm hidden states [outputs, H], which the next
@@ -163,25 +172,50 @@ class ModelRunner(Protocol):
         :data:`NO_TOKEN` where the highest logit is not finite."""
         ...
 
+    def embed(self, token_ids: list[int]) -> torch.Tensor:
+        """The tokens' input embeddings [n, H]."""
+        ...
+
+    def bind_heads(self, heads: MedusaHeads | ResidualHeads) -> HeadsRunner:
+        """Heads that guess by this runner's weights, in whatever operations suit its device;
+        :func:`backends.runners.torch_heads.heads_in_torch` does it for every runner."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProposalRequest:
+    """What heads are asked in one call, for n sequences."""
+
+    hidden: torch.Tensor
+    """Final-norm hidden states [R, H] in the runner's dtype, as a forward gave them."""
+    contexts: list[list[int]]
+    """The n sequences' tokens so far. The last one is *pending*: drawn, but not yet run. Must not be changed."""
+    k: int
+    """Guesses wanted in each list, best first; a smaller draft vocabulary gives fewer."""
+    trees: Sequence[CandidateTree | None] = ()
+    """The n shapes that will be drafted; None, or an empty sequence for all: not known before. Heads that look at
+    drafted tokens follow the guesses that a shape has below it, and without a shape the likeliest."""
+    rows: Sequence[int] | None = None
+    """The n rows of ``hidden``: each the state at the position before a pending token. None: rows 0 to n - 1."""
+    least: float = LEAST_SURVIVAL
+    """Where the likeliest are followed: the smallest chance, from 0 to 1, that a guess and all above it are right."""
+
+    @property
+    def states(self) -> torch.Tensor:
+        """The rows of ``hidden`` that are meant, [n, H]."""
+        return self.hidden if self.rows is None else self.hidden[list(self.rows)]
+
+    @property
+    def pending(self) -> list[int]:
+        """The n pending tokens."""
+        return [context[-1] for context in self.contexts]
+
 
 class HeadsRunner(Protocol):
-    """Medusa heads bound to a runner's weights."""
+    """Heads bound to a runner's weights."""
 
     num_heads: int
 
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-        *,
-        rows: Sequence[int] | None = None,
-        least: float = LEAST_SURVIVAL,
-    ) -> list[Proposals]:
-        """Guesses for n sequences: ``contexts`` are their tokens so far, the last one *pending* (not yet run); ``rows``
-        of ``hidden`` [.., H] (None: all, in order) are the final-norm states at the positions before the pending
-        tokens. ``contexts`` must not be changed. ``trees``: the shapes that will be drafted, where they are known
-        before (empty: nowhere); heads that look at drafted tokens follow those, and elsewhere their likeliest guesses,
-        as far as these survive with a chance of ``least``."""
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
+        """The guesses for each sequence of the request, in its order."""
         ...

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import AttentionInterface
 
 from backends.heads.module import MedusaHeads
+from backends.heads.residual import ResidualHeads
 from backends.runners.architectures import UnsupportedModel, check_attention, check_interface, refusal
-from backends.runners.base import RowSampling
+from backends.runners.base import HeadsRunner, RowSampling
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.paged_attention import (
     ATTENTION_NAME,
@@ -26,10 +28,10 @@ from backends.runners.paged_attention import (
     paged_attention,
     visible_slots,
 )
-from backends.runners.torch_heads import HeadsInTorch
+from backends.runners.row_padding import ROW_MULTIPLE, pad_rows, padding_of
+from backends.runners.torch_heads import heads_in_torch
 from backends.sampling.torch_sampler import best_rows, draw_rows
 
-_ROW_MULTIPLE = 4
 _PROBE_TOKENS = 24
 # How far the engine's logits may be from the model's own, as a share of their spread. Rounding stays well below; a bias
 # or a scale that was left out does not.
@@ -45,6 +47,7 @@ class HfRunner:
     """
 
     kind = "transformers"
+    software = f"torch {torch.__version__}, transformers {transformers.__version__}"
 
     def __init__(self, model: Any, *, num_pages: int, max_rows: int, max_context: int) -> None:
         config = model.config.get_text_config()
@@ -67,6 +70,10 @@ class HfRunner:
         self._pools = {layer: self._pool(slots, shape) for layer, shape in self._layer_shapes().items()}
         self._compare(expected)
 
+    @property
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
     def _pool(self, slots: int, shape: LayerShape) -> tuple[torch.Tensor, torch.Tensor]:
         def zeros(width: int) -> torch.Tensor:
             return torch.zeros(slots, shape.kv_heads, width, dtype=self.dtype, device=self.device)
@@ -86,7 +93,7 @@ class HfRunner:
     @torch.inference_mode()
     def _layer_shapes(self) -> dict[int, LayerShape]:
         probe = AttentionProbe()
-        ids = torch.tensor([self._probe_ids(_ROW_MULTIPLE)], device=self.device)
+        ids = torch.tensor([self._probe_ids(ROW_MULTIPLE)], device=self.device)
         try:
             self._base(input_ids=ids, position_ids=torch.zeros_like(ids), use_cache=False, medusa_step=probe)
         except RuntimeError as error:
@@ -116,7 +123,7 @@ class HfRunner:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if batch.rows > self.max_rows:
             raise ValueError(f"{batch.rows} rows in a step of at most {self.max_rows}")
-        padding = -batch.rows % _ROW_MULTIPLE
+        padding = padding_of(batch.rows)
         seen, lengths = visible_slots(batch)
 
         def put(array: np.ndarray) -> torch.Tensor:
@@ -125,10 +132,10 @@ class HfRunner:
         step = PagedStep(
             pools=self._pools,
             slots=put(batch.slots),
-            seen=_pad_rows(put(seen), padding),
+            seen=pad_rows(put(seen), padding),
             lengths=np.append(lengths, np.repeat(lengths[:1], padding)),
         )
-        tokens, positions = _pad_rows(put(batch.tokens), padding), _pad_rows(put(batch.positions), padding)
+        tokens, positions = pad_rows(put(batch.tokens), padding), pad_rows(put(batch.positions), padding)
         output = self._base(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, medusa_step=step
         ).last_hidden_state[0]
@@ -137,7 +144,7 @@ class HfRunner:
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # Rows are cut off last: elementwise kernels, too, may treat the odd end of a tensor in another way.
-        out = self._lm_head(_pad_rows(hidden, -len(hidden) % _ROW_MULTIPLE)).float()
+        out = self._lm_head(pad_rows(hidden, padding_of(len(hidden)))).float()
         if self._logit_scale != 1.0:
             out = out * self._logit_scale
         if self._softcap is not None:
@@ -157,15 +164,12 @@ class HfRunner:
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
         return draw_rows(logits[rows], params)
 
-    def bind_heads(self, heads: MedusaHeads) -> HeadsInTorch:
+    def bind_heads(self, heads: MedusaHeads | ResidualHeads) -> HeadsRunner:
+        if isinstance(heads, ResidualHeads):
+            return heads_in_torch(self, heads)
         weight = self._lm_head.weight.detach()
         rows = weight if heads.draft_token_ids is None else weight[heads.draft_token_ids.long()]
-        return HeadsInTorch(heads, self, self.embed, lambda states: F.linear(states.to(rows.dtype), rows).float())
+        return heads_in_torch(self, heads, lambda states: F.linear(states.to(rows.dtype), rows).float())
 
     def embed(self, token_ids: list[int]) -> torch.Tensor:
         return self._model.get_input_embeddings()(torch.tensor(token_ids, device=self.device))
-
-
-def _pad_rows(tensor: torch.Tensor, padding: int) -> torch.Tensor:
-    """Repeat row 0 ``padding`` times at the end."""
-    return torch.cat([tensor, tensor[:1].expand(padding, *tensor.shape[1:])]) if padding else tensor

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from backends.engine.loading import ADAPTATION_NOTE
-from backends.heads.module import load_heads, save_heads
+from backends.heads.format import load_heads, save_heads
 from backends.training.backbone import Backbone, load_backbone
 from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import generate_answers

@@ -13,7 +13,8 @@ from backends.checkpoints.loader import LoadedHeads
 from backends.cost.step_cost import StepCost
 from backends.engine.core import EngineCore
 from backends.engine.loading import EngineOptions, ModelParts, build_core, load_parts
-from backends.heads.module import MedusaHeads, backbone_fingerprint
+from backends.heads.format import backbone_fingerprint
+from backends.heads.module import MedusaHeads
 from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.models.tokenizer import HfTokenizer
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from backends.heads.module import MedusaHeads, load_heads, save_heads
+from backends.heads.format import load_heads, save_heads
+from backends.heads.module import MedusaHeads
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import generate_answers, read_prompts

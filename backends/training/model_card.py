@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from backends.heads.module import WEIGHTS_FILE, describe_heads, read_heads_config
+from backends.heads.format import WEIGHTS_FILE, describe_heads, read_heads_config
 from backends.models.demo import DEMO_MODEL_NAME
 from backends.training.data.dataset import Answer
 

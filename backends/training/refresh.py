@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backends.heads.module import MedusaHeads, load_heads, read_heads_config
+from backends.heads.format import load_heads, read_heads_config
+from backends.heads.module import MedusaHeads
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import read_prompts

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from backends.heads.module import backbone_fingerprint
+from backends.heads.format import backbone_fingerprint
 from backends.json_lines import read_objects
 from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone

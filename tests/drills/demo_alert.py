@@ -72,7 +72,8 @@ def write_random_heads(folder: Path) -> None:
     import torch
 
     from backends.engine.loading import DEMO_HEADS
-    from backends.heads.module import MedusaHeads, load_heads, read_heads_config, save_heads
+    from backends.heads.format import load_heads, read_heads_config, save_heads
+    from backends.heads.module import MedusaHeads
 
     config = read_heads_config(DEMO_HEADS)
     backbone = config["backbone"]

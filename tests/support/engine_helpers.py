@@ -18,7 +18,7 @@ from backends.cost.step_cost import StepCost
 from backends.engine.core import EngineConfig, EngineCore, Observer
 from backends.models.tiny import tiny_tokenizer
 from backends.models.tokenizer import HfTokenizer
-from backends.runners.base import HeadsRunner, ModelRunner, Proposals
+from backends.runners.base import HeadsRunner, ModelRunner, ProposalRequest, Proposals
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.hf import HfRunner
 from backends.runners.native.bindings import NativeUnavailable, load_library
@@ -145,19 +145,10 @@ class ScriptedHeads:
         self._rng = random.Random(seed)
         self.calls: list[tuple[torch.Tensor, list[list[int]]]] = []
 
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Any = (),
-        *,
-        rows: Sequence[int],
-        least: float = 0.0,
-    ) -> list[Proposals]:
-        assert len(rows) == len(contexts)
-        self.calls.append((hidden[list(rows)], [list(context) for context in contexts]))
-        return [self._guesses(self._rest(context), min(k, self._ranks)) for context in contexts]
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
+        assert request.rows is not None and len(request.rows) == len(request.contexts)
+        self.calls.append((request.states, [list(context) for context in request.contexts]))
+        return [self._guesses(self._rest(context), min(request.k, self._ranks)) for context in request.contexts]
 
     def _rest(self, context: list[int]) -> Sequence[int]:
         for prompt, answer in self.answers.items():

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from backends.heads.module import MedusaHeads, save_heads
+from backends.heads.format import save_heads
+from backends.heads.module import MedusaHeads
 
 HIDDEN, VOCAB = 64, 260
 # hidden [n, H], lm_head [V, H], embedding of the pending token [n, H] -> one [n, V'] for each head

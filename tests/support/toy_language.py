@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from backends.heads.module import backbone_fingerprint
+from backends.heads.format import backbone_fingerprint
 from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone
 from backends.training.data.dataset import Answer

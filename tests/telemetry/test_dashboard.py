@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from backends.heads.module import backbone_fingerprint, save_heads
+from backends.heads.format import backbone_fingerprint, save_heads
 from backends.models.tiny import tiny_heads, tiny_model, tiny_tokenizer
 from telemetry.catalog import METRICS
 from tests.drills.demo_alert import serving

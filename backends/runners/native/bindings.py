@@ -21,7 +21,18 @@ from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import instruction_set
 from backends.tree import MAX_DEPTH, MAX_RANKS
 
-SOURCES = ("kernels.c", "checks.h", "transformer.h", "int8.h", "simd.h", "thread_pool.h")
+SOURCES = (
+    "kernels.c",
+    "checks.h",
+    "sampling.h",
+    "follow.h",
+    "transformer.h",
+    "linear.h",
+    "attention.h",
+    "int8.h",
+    "simd.h",
+    "thread_pool.h",
+)
 # No contraction and no fast-math: an operation gives the same bits wherever the compiler places it.
 FLAGS = (
     "-O2",
@@ -169,6 +180,11 @@ def load_library() -> ctypes.CDLL:
     return bind(compiled(Path(__file__).parent / "csrc" / SOURCES[0]))
 
 
+def build_name(library: ctypes.CDLL) -> str:
+    """Stands for the kernels' source, the compiler and the CPU's flags: the name of the compiled file has them all."""
+    return Path(library._name).stem
+
+
 def bind(path: Path) -> ctypes.CDLL:
     """Loads compiled kernels. Raises :class:`NativeUnavailable` where that fails, and RuntimeError when they have other
     structures than this module: then one of the two was changed alone."""
@@ -269,6 +285,7 @@ __all__ = [
     "Model",
     "NativeUnavailable",
     "bind",
+    "build_name",
     "compiled",
     "load_library",
 ]

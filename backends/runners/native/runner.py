@@ -6,27 +6,27 @@ a sliding window, Qwen 2 and 3. :func:`unsupported_reason` says why another mode
 
 from __future__ import annotations
 
-import ctypes
+import logging
 from array import array
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from backends.heads.expansion import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads.module import MedusaHeads
-from backends.runners.base import Proposals, RowSampling
+from backends.heads.residual import ResidualHeads
+from backends.runners.base import HeadsRunner, RowSampling
 from backends.runners.batch import ARRAYS, PAGE_SIZE, StepBatch
 from backends.runners.cpu_cores import usable_cores
 from backends.runners.native import bindings as lib
 from backends.runners.native.arena import WeightArena, zeros
 from backends.runners.native.checked import address_of, matrix_of, refuse, values_of
-from backends.tree import MAX_RANKS, CandidateTree
+from backends.runners.native.heads import NativeHeads, why_not_in_kernels
+from backends.runners.native.packing import LANES, pack
+from backends.runners.torch_heads import heads_in_torch
 
-LANES = 16
+log = logging.getLogger(__name__)
+
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -62,25 +62,6 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> the kernels' operand: [ceil(N / 16), K / step, 16, step], zero rows added (step 2 in bfloat16)."""
-    step = 2 if weight.dtype == torch.bfloat16 else 1
-    n, k = weight.shape
-    padded = F.pad(weight, (0, 0, 0, -n % LANES))
-    return padded.view(-1, LANES, k // step, step).permute(0, 2, 1, 3).contiguous()
-
-
-def pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[N, K] -> the operand of ``int8.h``: [ceil(N / 16), K / 4, 16, 4] uint8 around 128, and each row's scale [N'].
-
-    K must be a multiple of 4.
-    """
-    padded = F.pad(weight.to(torch.float32), (0, 0, 0, -weight.shape[0] % LANES))
-    scale = padded.abs().amax(dim=1).clamp(min=1e-30) / 127.0
-    q = ((padded / scale[:, None]).round() + 128.0).to(torch.uint8)
-    return q.view(-1, LANES, weight.shape[1] // 4, 4).permute(0, 2, 1, 3).contiguous(), scale
-
-
 class NativeRunner:
     """See :class:`backends.runners.base.ModelRunner`. Copies the weights of a transformers model, which may then be
     freed.
@@ -88,6 +69,10 @@ class NativeRunner:
     Between two calls the weights have swept everything else out of the caches, so a torch or numpy operation that takes
     a microsecond elsewhere takes twenty to a hundred here. Hence buffers and views of them that are made once, and
     arrays of the standard library.
+
+    What :class:`backends.runners.native.heads.NativeHeads` shares with it: ``library`` (the bound kernels),
+    ``thread_pool`` (their threads), ``embeddings`` [V, H], ``lm_head`` (packed: see :func:`pack`) and ``arena`` (where
+    further weights are kept).
     """
 
     kind = "native"
@@ -98,7 +83,8 @@ class NativeRunner:
         reason = unsupported_reason(model)
         if reason:
             raise lib.NativeUnavailable(reason)
-        self._lib = lib.load_library()
+        self.library = lib.load_library()
+        self.software = lib.build_name(self.library)
         self.threads = threads or min(torch.get_num_threads(), usable_cores())
         config = model.config
         self.dtype: torch.dtype = model.dtype
@@ -116,9 +102,9 @@ class NativeRunner:
         cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 1), torch.arange(max_context)[None])
         half = head_dim // 2
         self.embeddings: torch.Tensor = model.model.embed_tokens.weight.detach().contiguous()
-        self._lm_head = self._packed("lm_head", model.lm_head.weight, self.vocab_size, self.hidden_size)
-        self._lm_head_address = self._lm_head.data_ptr()
-        self._vocab_padded = self._lm_head.shape[0] * LANES
+        self.lm_head = self._packed("lm_head", model.lm_head.weight, self.vocab_size, self.hidden_size)
+        self._lm_head_address = self.lm_head.data_ptr()
+        self._vocab_padded = self.lm_head.shape[0] * LANES
         self._hidden = _Buffer(max_rows, self.hidden_size, self.hidden_size, self.dtype)
         self._logits = _Buffer(0, self._vocab_padded, self.vocab_size, torch.float32)
         self._k_pool, self._v_pool = (zeros(pool, self.dtype) for _ in range(2))
@@ -144,16 +130,16 @@ class NativeRunner:
             k_pool=address_of("k_pool", self._k_pool, pool, self.dtype),
             v_pool=address_of("v_pool", self._v_pool, pool, self.dtype),
         )
-        refuse(self._lib.mg_model_fault(self._model, max_rows, self.threads))
-        self._workspace = self._lib.mg_workspace_new(self._model, max_rows, self.threads)
-        self._pool = self._lib.mg_pool_new(self.threads)
-        if not self._workspace or not self._pool:
+        refuse(self.library.mg_model_fault(self._model, max_rows, self.threads))
+        self._workspace = self.library.mg_workspace_new(self._model, max_rows, self.threads)
+        self.thread_pool = self.library.mg_pool_new(self.threads)
+        if not self._workspace or not self.thread_pool:
             raise MemoryError("no memory or threads for the kernels' workspace")
 
     def __del__(self) -> None:
-        for name, free in (("_workspace", "mg_workspace_free"), ("_pool", "mg_pool_free")):
+        for name, free in (("_workspace", "mg_workspace_free"), ("thread_pool", "mg_pool_free")):
             if getattr(self, name, None):
-                getattr(self._lib, free)(getattr(self, name))
+                getattr(self.library, free)(getattr(self, name))
                 setattr(self, name, None)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
@@ -163,7 +149,11 @@ class NativeRunner:
         if memory.typecode != "i" or len(ends) != len(ARRAYS) or len(memory) != ends[-1]:
             raise ValueError("a step's memory must hold its arrays as C ints, and end where the last of them does")
         (first, _), (of_ends, _) = memory.buffer_info(), ends.buffer_info()
-        refuse(self._lib.mg_forward(self._pool, self._model, first, of_ends, self._workspace, self._hidden.address))
+        refuse(
+            self.library.mg_forward(
+                self.thread_pool, self._model, first, of_ends, self._workspace, self._hidden.address
+            )
+        )
         return self._hidden.rows(batch.outputs)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -171,8 +161,8 @@ class NativeRunner:
         if count > self._logits.size:
             size = max(count, 2 * self._logits.size)
             self._logits = _Buffer(size, self._vocab_padded, self.vocab_size, torch.float32)
-        self._lib.mg_project(
-            self._pool,
+        self.library.mg_project(
+            self.thread_pool,
             self._is_bf16,
             address,
             count,
@@ -196,13 +186,13 @@ class NativeRunner:
         if source:
             pair = array("i", [*source, *target])
             first, _ = pair.buffer_info()
-            refuse(self._lib.mg_copy_slots(self._model, first, first + 4 * len(source), len(source)))
+            refuse(self.library.mg_copy_slots(self._model, first, first + 4 * len(source), len(source)))
 
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
         index = array("i", [*rows, *rows])
         first, _ = index.buffer_info()
         matrix = self._layout(logits)
-        refuse(self._lib.mg_argmax(self._pool, *matrix, first, len(rows), first + 4 * len(rows)))
+        refuse(self.library.mg_argmax(self.thread_pool, *matrix, first, len(rows), first + 4 * len(rows)))
         return index[len(rows) :].tolist()
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
@@ -210,8 +200,8 @@ class NativeRunner:
         index = array("i", [*rows, *rows])
         first, _ = index.buffer_info()
         refuse(
-            self._lib.mg_sample(
-                self._pool,
+            self.library.mg_sample(
+                self.thread_pool,
                 *self._layout(logits),
                 first,
                 count,
@@ -232,8 +222,17 @@ class NativeRunner:
         address, stride = matrix_of("logits", logits, torch.float32)
         return address, logits.shape[0], stride, logits.shape[1]
 
-    def bind_heads(self, heads: MedusaHeads) -> NativeHeads:
-        return NativeHeads(self, heads)
+    def embed(self, token_ids: list[int]) -> torch.Tensor:
+        return self.embeddings[token_ids]
+
+    def bind_heads(self, heads: MedusaHeads | ResidualHeads) -> HeadsRunner:
+        if isinstance(heads, ResidualHeads):
+            return heads_in_torch(self, heads)
+        reason = why_not_in_kernels(heads)
+        if reason is None:
+            return NativeHeads(self, heads)
+        log.warning("the heads run in torch operations, which is slower than the kernels: %s", reason)
+        return heads_in_torch(self, heads)
 
     def _packed(self, name: str, weight: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         """The kernels' operand of a weight matrix, in the arena."""
@@ -298,161 +297,3 @@ class _Buffer:
             view = self._views[count] = self._memory[:count, : self._columns]
         self.last, self.count = view, count
         return view
-
-
-class NativeHeads:
-    """Medusa heads through the kernels. See :class:`backends.runners.base.HeadsRunner`."""
-
-    def __init__(self, runner: NativeRunner, heads: MedusaHeads) -> None:
-        if heads.inner_size % LANES:
-            raise ValueError(f"inner size {heads.inner_size} of the heads is not a multiple of {LANES}")
-        if heads.hidden_size != runner.hidden_size:
-            raise ValueError(f"heads are for hidden size {heads.hidden_size}, the backbone has {runner.hidden_size}")
-        self._runner = runner
-        self._heads = heads
-        self.num_heads = heads.num_heads
-        ids = heads.draft_token_ids
-        self._draft_ids = np.arange(runner.vocab_size, dtype=np.int32) if ids is None else ids.numpy()
-        assert heads.up.bias is not None
-        bias = heads.up.bias.detach().to(torch.float32).flatten().contiguous()
-        self._kept: list[torch.Tensor] = [bias]
-        self._vocab_padded = -(-len(self._draft_ids) // LANES) * LANES
-        # Guesses need no more than eight bits, and the heads take half the time. In float32 the backbone's precision
-        # was asked for, so the heads keep it too.
-        int8 = heads.sequential and runner.dtype == torch.bfloat16 and bool(runner._lib.mg_has_int8())
-        up, down = heads.up.weight.detach().flatten(0, 1), heads.down.weight.detach()
-        if int8:
-            layers = {
-                "up8": self._int8(up),
-                "down8": self._int8(down.flatten(0, 1)),
-                "draft_lm_head8": self._int8(self._draft_rows()),
-            }
-        else:
-            layers = {
-                "up": self._keep(pack(up.to(runner.dtype))),
-                "down": self._keep(torch.stack([pack(weight.to(runner.dtype)) for weight in down])),
-                "draft_lm_head": runner._lm_head.data_ptr() if ids is None else self._keep(pack(self._draft_rows())),
-            }
-        self._struct = lib.Heads(
-            heads=self.num_heads,
-            hidden=runner.hidden_size,
-            inner=heads.inner_size,
-            in_size=heads.up.weight.shape[2],
-            draft_vocab_padded=self._vocab_padded,
-            draft_vocab=len(self._draft_ids),
-            vocab=runner.vocab_size,
-            is_bf16=runner._is_bf16,
-            is_int8=int8,
-            embed=runner.embeddings.data_ptr(),
-            up_bias=address_of("up.bias", bias, (self.num_heads * heads.inner_size,), torch.float32),
-            draft_ids=values_of("draft_token_ids", self._draft_ids, len(self._draft_ids), np.int32),
-            **layers,
-        )
-
-    def _draft_rows(self) -> torch.Tensor:
-        """Rows of ``lm_head`` [V', H], taken back out of the packed operand [units, K / step, 16, step]."""
-        rows = self._runner._lm_head.permute(0, 2, 1, 3).reshape(-1, self._runner.hidden_size)
-        return rows[torch.from_numpy(self._draft_ids).long()]
-
-    def _keep(self, weight: torch.Tensor) -> int:
-        kept = self._runner.arena.keep(weight)
-        self._kept.append(kept)
-        return kept.data_ptr()
-
-    def _int8(self, weight: torch.Tensor) -> lib.Int8Layer:
-        return lib.Int8Layer(*map(self._keep, pack_int8(weight)))
-
-    def propose(
-        self,
-        hidden: torch.Tensor,
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None] = (),
-        *,
-        rows: Sequence[int] | None = None,
-        least: float = LEAST_SURVIVAL,
-    ) -> list[Proposals]:
-        if self._heads.sequential:
-            return self._follow(hidden, range(len(contexts)) if rows is None else rows, contexts, k, trees, least)
-        if rows is not None:
-            hidden = hidden[list(rows)]
-        runner, n, vocab = self._runner, len(contexts), len(self._draft_ids)
-        pending = [context[-1] for context in contexts]
-        k = min(k, MAX_RANKS, vocab)
-        hidden = hidden[:n].contiguous()
-        block_input = self._heads.block_input(hidden, runner.embeddings[pending]).contiguous()
-        count = self.num_heads * n
-        logits = torch.empty(count, self._vocab_padded, dtype=torch.float32)
-        refuse(
-            runner._lib.mg_heads_logits(
-                runner._pool,
-                ctypes.byref(self._struct),
-                address_of("the heads' input", block_input, (n, self._struct.in_size), runner.dtype),
-                address_of("hidden", hidden, (n, runner.hidden_size), runner.dtype),
-                n,
-                logits.data_ptr(),
-            )
-        )
-        ids = np.empty((self.num_heads, n, k), dtype=np.int32)
-        probabilities = np.empty((self.num_heads, n, k), dtype=np.float32)
-        given, guessed = (ids.ctypes.data, probabilities.ctypes.data)
-        refuse(
-            runner._lib.mg_top_k(runner._pool, logits.data_ptr(), count, self._vocab_padded, vocab, k, given, guessed)
-        )
-        tokens = self._draft_ids[ids]
-        return [Proposals(tokens[:, i], probabilities[:, i]) for i in range(n)]
-
-    def _follow(
-        self,
-        hidden: torch.Tensor,
-        rows: Sequence[int],
-        contexts: list[list[int]],
-        k: int,
-        trees: Sequence[CandidateTree | None],
-        least: float,
-    ) -> list[Proposals]:
-        runner, n = self._runner, len(contexts)
-        k = min(k, MAX_RANKS, self._struct.draft_vocab)
-        of_hidden, hidden_rows = runner.states(hidden.contiguous())
-        plans = {i: plan_of_tree(tree, self.num_heads, k) for i, tree in enumerate(trees) if tree is not None}
-        width, lists = WIDTH, 1 + WIDTH * (self.num_heads - 1)
-        for plan in plans.values():
-            width, lists = max(width, plan.widest), max(lists, plan.lists)
-        given = array("i", [*rows, *(context[-1] for context in contexts)])
-        if plans:
-            given.extend(plans[i].lists if i in plans else 0 for i in range(n))
-            for part in ("above", "ranks"):
-                for i in range(n):
-                    named = (0, *getattr(plans[i], part)) if i in plans else ()
-                    given.extend((*named, *[0] * (lists - len(named))))
-        of_rows, _ = given.buffer_info()
-        planned = of_rows + 8 * n
-        of_plans = (planned, planned + 4 * n, planned + 4 * n * (1 + lists)) if plans else (None, None, None)
-        # What the kernel writes: guesses and the lists below them, then what it keeps for each sequence and row.
-        guesses = n * lists * k
-        sizes = (guesses, guesses, n, n, n * width, n * width, n * width)
-        integers, floats = array("i", bytes(4 * sum(sizes))), array("f", bytes(4 * (guesses + n * lists)))
-        (of_integers, _), (of_floats, _) = integers.buffer_info(), floats.buffer_info()
-        tokens, below, *kept = (of_integers + 4 * start for start in accumulate(sizes[:-1], initial=0))
-        follow = lib.Follow(
-            *(n, lists, k, WIDTH, least, 0, 0, of_rows, of_rows + 4 * n, *of_plans),
-            *(tokens, below, of_floats, of_floats + 4 * guesses, *kept),
-        )
-        refuse(
-            runner._lib.mg_heads_follow(
-                runner._pool,
-                ctypes.byref(self._struct),
-                ctypes.byref(follow),
-                of_hidden,
-                hidden_rows,
-                n * width,
-            )
-        )
-        levels: int = follow.levels
-        found = []
-        for i, used in enumerate(integers[2 * guesses : 2 * guesses + n]):
-            begin = i * lists * k
-            end = begin + used * k
-            following = integers[guesses + begin : guesses + end]
-            found.append(Proposals.of_memory(integers[begin:end], floats[begin:end], following, k, levels))
-        return found

@@ -15,7 +15,7 @@ from backends.cost.persistence import CostKeeping
 from backends.cost.probe import MEASURE_S, ROWS, SEQUENCES, CostProbe
 from backends.cost.record import CHECKED_ROWS, CostRecord, key_of
 from backends.cost.step_cost import StepCost
-from backends.runners.base import Proposals
+from backends.runners.base import ProposalRequest, Proposals
 from backends.runners.batch import StepBatch
 from backends.types import START_LOG
 
@@ -47,9 +47,9 @@ class SlowRunner:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def propose(self, hidden: torch.Tensor, contexts: Any, *arguments: Any, **options: Any) -> list[Proposals]:
-        self.now += self._heads_s * len(contexts) * self._noise()
-        return [Proposals(np.zeros((4, 2), np.int32), np.zeros((4, 2), np.float32))] * len(contexts)
+    def propose(self, request: ProposalRequest) -> list[Proposals]:
+        self.now += self._heads_s * len(request.contexts) * self._noise()
+        return [Proposals(np.zeros((4, 2), np.int32), np.zeros((4, 2), np.float32))] * len(request.contexts)
 
     def probe(self, heads: bool = True) -> CostProbe:
         runner: Any = self

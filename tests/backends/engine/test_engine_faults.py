@@ -26,7 +26,7 @@ from backends.engine.kv_cache import IntegrityError
 from backends.engine.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
 from backends.engine.sequence import Sequence
 from backends.engine.thread import Engine
-from backends.runners.base import Proposals, RowSampling
+from backends.runners.base import ProposalRequest, Proposals, RowSampling
 from backends.sampling.torch_sampler import draw_rows
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
@@ -102,9 +102,9 @@ def raising(*arguments: Any, **options: Any) -> Any:
     raise MemoryError(SECRET)
 
 
-def junk(*arguments: Any, **options: Any) -> list[Proposals]:
+def junk(request: ProposalRequest) -> list[Proposals]:
     """Guesses outside the vocabulary."""
-    rows = len(options["rows"])
+    rows = len(request.contexts)
     return [Proposals(np.full((4, 5), VOCAB + 7, np.int32), np.full((4, 5), 0.9, np.float32)) for _ in range(rows)]
 
 
@@ -112,7 +112,7 @@ Break = Callable[[EngineCore, pytest.MonkeyPatch], None]
 BREAKS: dict[str, tuple[str, Break]] = {
     "heads": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", raising)),
     "heads give junk": ("planning", lambda core, patch: patch.setattr(core.heads, "propose", junk)),
-    "heads give too little": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", lambda *_, **__: [])),
+    "heads give too little": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", lambda _: [])),
     "gate": ("heads", lambda core, patch: patch.setattr(core.gate, "allows", raising)),
     "gate's memory": ("judging", lambda core, patch: patch.setattr(core.gate, "observe", raising)),
     "judge": ("judging", lambda core, patch: patch.setattr(core, "_judge", raising)),
@@ -152,11 +152,11 @@ def test_heads_that_fail_are_left_alone_for_a_while_and_then_asked_again(referen
     class Once(ScriptedHeads):
         failures = 0
 
-        def propose(self, *arguments: Any, **options: Any) -> Any:
+        def propose(self, request: ProposalRequest) -> Any:
             if not self.failures:
                 self.failures += 1
                 raise MemoryError(SECRET)
-            return super().propose(*arguments, **options)
+            return super().propose(request)
 
     heads = Once({}, hit_rate=0.0)
     core, recorder = make_core(heads=heads), Recorder()

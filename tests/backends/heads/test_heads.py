@@ -8,15 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backends.heads.module import (
-    WEIGHTS_FILE,
-    HeadsError,
-    MedusaHeads,
-    backbone_fingerprint,
-    describe_heads,
-    load_heads,
-    save_heads,
-)
+from backends.heads.format import WEIGHTS_FILE, backbone_fingerprint, describe_heads, load_heads, save_heads
+from backends.heads.module import HeadsError, MedusaHeads
 
 HIDDEN, VOCAB = 32, 96
 

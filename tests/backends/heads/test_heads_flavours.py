@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_checkpoint
 from backends.engine.loading import EngineOptions, ModelParts, build_core, load_parts
-from backends.heads.module import HeadsError, describe_heads, save_heads
+from backends.heads.format import describe_heads, save_heads
+from backends.heads.module import HeadsError
 from backends.models.tiny import tiny_heads, tiny_tokenizer
 from backends.models.tiny_architectures import tiny_architecture
 from backends.proof.lossless import verify_lossless
+from backends.runners.base import ProposalRequest
 from gateway.cli import main
 from tests.support import heads_flavours as made
 from tests.support.engine_helpers import (
@@ -65,7 +67,7 @@ def test_logits_of_every_head_are_those_of_the_raw_tensors(
     log_probabilities = torch.log_softmax(raw, -1)
     ids = expected.token_ids or list(range(made.VOCAB))
     k = 10
-    for i, proposals in enumerate(heads.propose(hidden, [[1, 2, token] for token in pending], k)):
+    for i, proposals in enumerate(heads.propose(ProposalRequest(hidden, [[1, 2, token] for token in pending], k))):
         assert proposals.tokens.shape == (expected.heads, k)
         for h in range(expected.heads):
             places = [ids.index(token) for token in proposals.tokens[h].tolist()]
@@ -93,9 +95,9 @@ def test_guesses_do_not_depend_on_company(tmp_path: Path) -> None:
     make(made.v1, tmp_path)
     heads = load_checkpoint(tmp_path, backbone()).bind(shared_runner("transformers"))  # type: ignore[arg-type]
     hidden = torch.randn(6, made.HIDDEN)
-    together = heads.propose(hidden, [[token] for token in range(6)], 4)
+    together = heads.propose(ProposalRequest(hidden, [[token] for token in range(6)], 4))
     for i, proposals in enumerate(together):
-        [alone] = heads.propose(hidden[i : i + 1], [[i]], 4)
+        [alone] = heads.propose(ProposalRequest(hidden[i : i + 1], [[i]], 4))
         assert alone.tokens.tolist() == proposals.tokens.tolist()
         assert alone.probabilities.tolist() == proposals.probabilities.tolist()
 

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, load_own
-from backends.heads.module import HeadsError, MedusaHeads, load_heads, save_heads
+from backends.heads.format import load_heads, save_heads
+from backends.heads.module import HeadsError, MedusaHeads
+from backends.runners.base import ProposalRequest
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError
 from backends.training.data.answers import generate_answers
@@ -149,7 +151,9 @@ def test_beside_the_kernels_they_guess_as_beside_transformers(kind: str, caplog:
     native, torch_runner = (make_runner(name, tiny_lm("llama")) for name in ("native", "transformers"))
     hidden, contexts = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(1)), [[4 + i] for i in range(5)]
     with caplog.at_level(logging.WARNING):
-        ours, theirs = (loaded.bind(runner).propose(hidden, contexts, 4) for runner in (native, torch_runner))
+        ours, theirs = (
+            loaded.bind(runner).propose(ProposalRequest(hidden, contexts, 4)) for runner in (native, torch_runner)
+        )
     assert "the heads run in torch operations" in caplog.text
     for one, other in zip(ours, theirs, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()

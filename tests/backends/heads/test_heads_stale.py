@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backends.engine.loading import EngineOptions, OpenedEngine, open_engine
-from backends.heads.module import backbone_fingerprint, save_heads
+from backends.heads.format import backbone_fingerprint, save_heads
 from backends.models.tiny import tiny_heads, tiny_model, tiny_tokenizer
 from gateway.serving.call import ServedModel
 from gateway.serving.controller import Controller

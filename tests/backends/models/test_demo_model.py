@@ -131,7 +131,7 @@ def test_shipped_heads_fit_the_demo_model(demo_folder):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from backends.heads.module import backbone_fingerprint, load_heads, read_heads_config
+    from backends.heads.format import backbone_fingerprint, load_heads, read_heads_config
 
     folder = Path(demo.__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
     model = AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.bfloat16)

@@ -13,18 +13,18 @@ typedef struct {
 
 static void linear_member_bf16(mg_member *member, void *arguments) {
     const linear_job *job = arguments;
-    linear_bf16(member, job->epilogue, job->x, job->ldx, job->rows, job->k_size, job->weights, job->units, job->bias, job->out,
-                (long)job->units * LANES, job->act, job->lda);
+    linear_bf16(member, job->epilogue, job->x, job->ldx, job->rows, job->k_size, job->weights, job->units, job->bias,
+                job->out, (long)job->units * LANES, job->act, job->lda);
 }
 
 static void linear_member_f32(mg_member *member, void *arguments) {
     const linear_job *job = arguments;
-    linear_f32(member, job->epilogue, job->x, job->ldx, job->rows, job->k_size, job->weights, job->units, job->bias, job->out,
-               (long)job->units * LANES, job->act, job->lda);
+    linear_f32(member, job->epilogue, job->x, job->ldx, job->rows, job->k_size, job->weights, job->units, job->bias,
+               job->out, (long)job->units * LANES, job->act, job->lda);
 }
 
-void unit_linear(mg_pool *pool, int is_bf16, int epilogue, const void *x, long ldx, int rows, int k_size, const void *weights,
-                 int units, const float *bias, float *out, void *act, long lda) {
+void unit_linear(mg_pool *pool, int is_bf16, int epilogue, const void *x, long ldx, int rows, int k_size,
+                 const void *weights, int units, const float *bias, float *out, void *act, long lda) {
     linear_job job = {epilogue, x, weights, ldx, lda, rows, k_size, units, bias, out, act};
     pool_run(pool, is_bf16 ? linear_member_bf16 : linear_member_f32, &job);
 }
@@ -41,12 +41,14 @@ static void int8_member(mg_member *member, void *arguments) {
     int8_job *job = arguments;
     TEAM_DEALT(r, job->rows) int8_quantise(job->x + (long)r * job->k_size, job->k_size, &job->quantised, r);
     team_end_loop(member);
-    int8_linear(member, &job->quantised, job->rows, job->k_size, job->layer, 0, job->units, job->bias, job->silu, job->out);
+    int8_linear(member, &job->quantised, job->rows, job->k_size, job->layer, 0, job->units, job->bias, job->silu,
+                job->out);
 }
 
 // q [rows, k_size], scale [rows, groups], sum [rows]: of the activations, as quantised.
-void unit_int8_linear(mg_pool *pool, const float *x, int rows, int k_size, const uint8_t *weights, const float *column_scale,
-                      int units, const float *bias, int silu, int8_t *q, float *scale, float *sum, float *out) {
+void unit_int8_linear(mg_pool *pool, const float *x, int rows, int k_size, const uint8_t *weights,
+                      const float *column_scale, int units, const float *bias, int silu, int8_t *q, float *scale,
+                      float *sum, float *out) {
     mg_int8 layer = {weights, column_scale};
     int8_job job = {&layer, x, bias, rows, k_size, units, silu, {q, scale, sum, int8_groups(k_size)}, out};
     pool_run(pool, int8_member, &job);
@@ -69,12 +71,11 @@ const char *unit_attend(const mg_model *model, const int32_t *memory, const int3
     mg_batch batch;
     const char *fault = check_batch(model, ws->max_rows, memory, ends, &batch);
     if (fault) return fault;
-    buffers_bf16 b = {NULL, q, attention, NULL, NULL, NULL, ws->scratch_size};
-    buffers_f32 b_f32 = {NULL, q, attention, NULL, NULL, NULL, ws->scratch_size};
+    mg_workspace given = {.q = q, .attention = attention, .scratch_size = ws->scratch_size};
     if (model->is_bf16)
-        attend_bf16(model, &batch, &b, 0, first, count, kv_head, ws->scratch);
+        attend_bf16(model, &batch, &given, 0, first, count, kv_head, ws->scratch);
     else
-        attend_f32(model, &batch, &b_f32, 0, first, count, kv_head, ws->scratch);
+        attend_f32(model, &batch, &given, 0, first, count, kv_head, ws->scratch);
     return NULL;
 }
 

@@ -17,7 +17,7 @@ import torch
 
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.runners.native import bindings as lib
-from backends.runners.native.runner import pack, pack_int8
+from backends.runners.native.packing import pack, pack_int8
 from tests.support.engine_helpers import native_or_skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -154,7 +154,7 @@ def test_rotary_embedding(size: int, normed: bool) -> None:
 
 
 def paged(values: torch.Tensor, head_dim: int, step: int, *, keys: bool) -> torch.Tensor:
-    """[pages, 16, kv_heads, head_dim] -> as transformer.h keeps them: units of 16 columns."""
+    """[pages, 16, kv_heads, head_dim] -> as linear.h keeps them: units of 16 columns."""
     pages, _, kv_heads, _ = values.shape
     if keys:  # columns are positions: [pages, kv_heads, head_dim / step, 16, step]
         return values.view(pages, 16, kv_heads, head_dim // step, step).permute(0, 2, 3, 1, 4).contiguous()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from backends.heads.module import MedusaHeads
-from backends.runners.base import ModelRunner, RowSampling
+from backends.runners.base import ModelRunner, ProposalRequest, RowSampling
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.native.bindings import NativeUnavailable, load_library
 from backends.runners.native.runner import NativeRunner, unsupported_reason
@@ -292,7 +292,7 @@ def test_heads_propose_their_best_guesses(kind: str, head_input: str, draft_ids:
     runner, heads, model = make_runner(kind, tiny_lm("llama")), random_heads(draft_ids, head_input), tiny_lm("llama")
     hidden = alone(runner, random_prompt(random.Random(7), 6, 6))
     contexts = [[1, 2, token] for token in (4, 5, 60, 70, 80, 90)]
-    found = runner.bind_heads(heads).propose(hidden, contexts, 5)
+    found = runner.bind_heads(heads).propose(ProposalRequest(hidden, contexts, 5))
     embedded = model.get_input_embeddings().weight[[context[-1] for context in contexts]]
     ids = torch.arange(VOCAB) if draft_ids is None else torch.tensor(draft_ids)
     with torch.inference_mode():
@@ -311,9 +311,9 @@ def test_proposals_do_not_depend_on_company(kind: str) -> None:
         alone(runner, random_prompt(random.Random(8), 5, 5)),
         runner.bind_heads(random_heads(None, "hidden")),
     )
-    together = bound.propose(hidden, [[token] for token in range(5)], 4)
+    together = bound.propose(ProposalRequest(hidden, [[token] for token in range(5)], 4))
     for i, proposals in enumerate(together):
-        [single] = bound.propose(hidden[i : i + 1], [[i]], 4)
+        [single] = bound.propose(ProposalRequest(hidden[i : i + 1], [[i]], 4))
         assert single.tokens.tolist() == proposals.tokens.tolist()
 
 
@@ -323,8 +323,8 @@ def test_heads_are_asked_for_some_rows(kind: str, sequential: bool) -> None:
     runner = make_runner(kind, tiny_lm("llama"))
     hidden = alone(runner, random_prompt(random.Random(8), 6, 6))
     bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=sequential))
-    found = bound.propose(hidden, [[7], [9]], 4, rows=[5, 2])
-    expected = bound.propose(hidden[[5, 2]], [[7], [9]], 4)
+    found = bound.propose(ProposalRequest(hidden, [[7], [9]], 4, rows=[5, 2]))
+    expected = bound.propose(ProposalRequest(hidden[[5, 2]], [[7], [9]], 4))
     assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
 
 
@@ -335,7 +335,7 @@ def test_heads_stop_where_nothing_is_likely_enough_to_be_followed(kind: str) -> 
     bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=True))
 
     def lists(least: float) -> list[tuple[int, int | None]]:
-        found = bound.propose(hidden, [[token] for token in range(6)], 4, least=least)
+        found = bound.propose(ProposalRequest(hidden, [[token] for token in range(6)], 4, least=least))
         return [(len(each.tokens), each.levels) for each in found]
 
     assert lists(1.1) == [(1, 1)] * 6
@@ -354,7 +354,7 @@ def test_sequential_heads_guess_what_follows_each_drafted_token(kind: str, draft
     hidden = alone(runner, random_prompt(random.Random(7), 6, 6))
     contexts = [[1, 2, token] for token in (4, 5, 60, 70, 80, 90)]
     trees = [None, SHAPE, None, SHAPE, None, None]
-    found = runner.bind_heads(heads).propose(hidden, contexts, 5, trees)
+    found = runner.bind_heads(heads).propose(ProposalRequest(hidden, contexts, 5, trees))
     embeddings = model.get_input_embeddings().weight
     ids = torch.arange(VOCAB) if draft_ids is None else torch.tensor(draft_ids)
     for i, (proposals, context, tree) in enumerate(zip(found, contexts, trees, strict=True)):
@@ -396,7 +396,7 @@ def test_eight_bit_heads_say_nearly_what_the_checkpoint_says(draft_ids: list[int
     hidden[4] = 0.0
     contexts = [[token] for token in range(40)]
     bound = runner.bind_heads(heads)
-    found = bound.propose(hidden, contexts, 5)
+    found = bound.propose(ProposalRequest(hidden, contexts, 5))
     embeddings = model.get_input_embeddings().weight.float()
     ids = torch.arange(VOCAB) if draft_ids is None else torch.tensor(draft_ids)
     with torch.inference_mode():
@@ -408,7 +408,7 @@ def test_eight_bit_heads_say_nearly_what_the_checkpoint_says(draft_ids: list[int
         theirs = p[i, [column[token] for token in proposals.tokens[0].tolist()]].numpy()
         off.append(np.abs(proposals.probabilities[0] - theirs).max())
         assert theirs[0] > p[i].max() - 0.2
-        [single] = bound.propose(hidden[i : i + 1], contexts[i : i + 1], 5)
+        [single] = bound.propose(ProposalRequest(hidden[i : i + 1], contexts[i : i + 1], 5))
         assert (single.probabilities == proposals.probabilities).all()
     assert max(off) < 0.2
     assert sum(off) / len(off) < 0.03
@@ -419,7 +419,7 @@ def test_native_and_torch_follow_the_same_guesses() -> None:
     native, torch_runner = (make_runner(kind, tiny_lm("llama")) for kind in ("native", "transformers"))
     hidden = alone(native, random_prompt(random.Random(11), 12, 12))
     contexts = [[token] for token in range(12)]
-    ours, theirs = (r.bind_heads(heads).propose(hidden, contexts, 6) for r in (native, torch_runner))
+    ours, theirs = (r.bind_heads(heads).propose(ProposalRequest(hidden, contexts, 6)) for r in (native, torch_runner))
     for one, other in zip(ours, theirs, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
         assert one.below is not None and other.below is not None
@@ -535,11 +535,11 @@ class TestWhatKernelsRefuse:
         bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=True))
         for rows, token, message in (([3], 5, "row of the hidden states"), ([0], VOCAB, "outside the vocabulary")):
             with pytest.raises(ValueError, match=message):
-                bound.propose(hidden, [[token]], 4, rows=rows)
+                bound.propose(ProposalRequest(hidden, [[token]], 4, rows=rows))
         with pytest.raises(ValueError, match="hidden is"):
-            bound.propose(hidden.double(), [[1]], 4, rows=[0])
+            bound.propose(ProposalRequest(hidden.double(), [[1]], 4, rows=[0]))
         with pytest.raises(ValueError, match="k must be"):
-            bound.propose(hidden, [[1]], 0, rows=[0])
+            bound.propose(ProposalRequest(hidden, [[1]], 0, rows=[0]))
 
 
 @pytest.mark.parametrize("heads", [96, 128])

@@ -13,7 +13,7 @@ import torch
 
 from backends.checkpoints.loader import BackboneFacts, load_own
 from backends.engine.core import EngineCore
-from backends.heads.module import backbone_fingerprint, load_heads, read_heads_config, save_heads
+from backends.heads.format import backbone_fingerprint, load_heads, read_heads_config, save_heads
 from backends.models.tiny import tiny_heads, tiny_tokenizer
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError

@@ -13,7 +13,7 @@ from litestar.testing import TestClient
 
 from backends.engine.loading import EngineOptions, load_core, load_parts
 from backends.engine.thread import Engine
-from backends.heads.module import backbone_fingerprint, describe_heads, load_heads
+from backends.heads.format import backbone_fingerprint, describe_heads, load_heads
 from backends.training.adapt import AdaptationReport, adapt_backbone
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError

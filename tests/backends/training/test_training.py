@@ -14,7 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from backends.cost.step_cost import StepCost
-from backends.heads.module import MedusaHeads, backbone_fingerprint, describe_heads, save_heads
+from backends.heads.format import backbone_fingerprint, describe_heads, save_heads
+from backends.heads.module import MedusaHeads
 from backends.models.tiny import tiny_model, tiny_tokenizer
 from backends.training.backbone import Backbone
 from backends.training.checkpoint import TrainingError

@@ -1,18 +1,27 @@
 // What callers may ask of the kernels: limits, the check of a step's arrays, and the table by which Python compares its
 // own picture of the structures with ours. A check gives NULL, or a sentence that says what is wrong.
 //
-// Included by kernels.c behind its structures. With -DMG_CHECKED (`make test-sanitize`), MG_ASSERT also looks at what the
-// kernels compute from checked arguments.
+// Included by kernels.c behind its structures. With -DMG_CHECKED (`make test-sanitize`), MG_ASSERT also looks at what
+// the kernels compute from checked arguments.
 #pragma once
 #include <stddef.h>
 
 // As in backends/tree.py. A row sees whole pages first, then at most a page without its last position and a path of
 // MAX_DEPTH candidates: TAIL_PAGES pages of scratch.
-enum { MAX_RANKS = 32, MAX_DEPTH = 16, MAX_TAIL = LANES - 1 + MAX_DEPTH, TAIL_PAGES = 2, MAX_TILE_ROWS = 12 };
+enum { MAX_RANKS = 32, MAX_DEPTH = 16, MAX_TAIL = LANES - 1 + MAX_DEPTH, TAIL_PAGES = 2 };
+
+// Rows of a tile of the micro-kernel: of one or two units, of four.
+enum { MAX_TILE_ROWS = 12, WIDE_TILE_ROWS = 6 };
+
+// A score whose weight is 0 beside any other, finite so that no difference of two is NaN.
+#define NO_SCORE (-1e30f)
 
 _Static_assert(LANES == 16, "pages and units have 16 columns");
 _Static_assert(MAX_TAIL <= TAIL_PAGES * LANES, "a row's tail must fit its scratch pages");
 _Static_assert(sizeof(int) == 4 && sizeof(float) == 4 && sizeof(long) == 8, "index arithmetic is done in 64 bits");
+_Static_assert(4 * WIDE_TILE_ROWS <= 32 && 2 * MAX_TILE_ROWS <= 32, "a tile's sums must fit the vector registers");
+_Static_assert(WIDE_TILE_ROWS <= MAX_TILE_ROWS, "a tile's rows must fit the buffers of linear()");
+_Static_assert((int)MAX_WIDTH <= (int)MAX_RANKS, "a level follows no more guesses than a list can hold");
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "barriers spin on atomic integers");
 _Static_assert(TEAM_COUNTERS >= 3, "the counter two loops ahead must not be one in use");
 _Static_assert(sizeof(vf) == LANES * sizeof(float) && sizeof(vi) == sizeof(vf), "vectors have 16 lanes");
@@ -57,8 +66,10 @@ static const char *check_batch(const mg_model *model, int max_rows, const int32_
         if (ends[i + 1] - ends[i] != rows) return "tokens, positions, slots, sequence and full_pages differ in length";
     if (ends[5] - ends[4] != rows + 1 || sequences < 0) return "tail_offsets or page_offsets have another length";
     if (rows > max_rows || outputs > max_rows) return "more rows in a step than the runner was made for";
+    // clang-format off
     *batch = (mg_batch){rows, outputs, memory, memory + ends[0], memory + ends[1], memory + ends[2], memory + ends[3],
                         memory + ends[4], memory + ends[5], memory + ends[6], memory + ends[7], memory + ends[8]};
+    // clang-format on
     const int64_t slots = model->pages * LANES;
     if (!all_below(batch->tokens, rows, model->vocab)) return "tokens holds an id outside the vocabulary";
     if (!all_below(batch->positions, rows, model->max_context)) return "positions holds one outside the context";
@@ -74,7 +85,8 @@ static const char *check_batch(const mg_model *model, int max_rows, const int32_
         const int full = batch->full_pages[row], tail = batch->tail_offsets[row + 1] - batch->tail_offsets[row];
         if (full < 0 || full > offsets[1] - offsets[0] || full > model->max_context / LANES)
             return "full_pages holds more than the sequence's pages";
-        if (tail > MAX_TAIL) return "a row sees more than 31 keys behind its full pages: its path is deeper than 16 levels";
+        if (tail > MAX_TAIL)
+            return "a row sees more than 31 keys behind its full pages: its path is deeper than 16 levels";
         if (full + tail == 0) return "a row sees no key, not even its own";
     }
     return NULL;
@@ -84,7 +96,8 @@ static const char *check_batch(const mg_model *model, int max_rows, const int32_
 static const char *check_follow(const mg_heads *heads, const mg_follow *follow, int hidden_rows, int max_rows) {
     const int lists = follow->lists, k = follow->k, most = follow->n ? max_rows / follow->n : 0;
     if (follow->n < 1 || max_rows % follow->n) return "rows of a level must be as many for each sequence";
-    if (k < 1 || k > MAX_RANKS || k > heads->draft_vocab) return "k must be from 1 to 32, and within the draft vocabulary";
+    if (k < 1 || k > MAX_RANKS || k > heads->draft_vocab)
+        return "k must be from 1 to 32, and within the draft vocabulary";
     if (follow->width < 1 || follow->width > MAX_WIDTH || follow->width > most) return "width is out of bounds";
     if (lists < 1 + (heads->heads - 1) * follow->width) return "too few lists for the heads";
     if (!all_below(follow->row, follow->n, hidden_rows)) return "a row of the hidden states does not exist";
@@ -120,7 +133,8 @@ static const char *check_model(const mg_model *model, int max_rows, int threads)
         return "query heads must be a multiple of key heads";
     if (model->hidden % LANES || model->head_dim % LANES || model->intermediate % LANES)
         return "hidden, intermediate and head sizes must be multiples of 16";
-    if (model->pages < 1 || model->pages > INT32_MAX / LANES) return "the cache has no page, or more slots than 32 bits count";
+    if (model->pages < 1 || model->pages > INT32_MAX / LANES)
+        return "the cache has no page, or more slots than 32 bits count";
     return max_rows < 1 || threads < 1 || model->max_context < 1 ? "rows, threads and context must be positive" : NULL;
 }
 
@@ -130,6 +144,7 @@ typedef struct {
     int64_t offset, size;
 } mg_entry;
 
+// clang-format off
 #define WHOLE(S) {#S, "", 0, sizeof(S)}
 #define FIELD(S, F) {#S, #F, offsetof(S, F), sizeof(((S *)NULL)->F)}
 #define LIMIT(L) {"", #L, L, 0}
@@ -138,11 +153,12 @@ static const mg_entry LAYOUT[] = {
     WHOLE(mg_layer), FIELD(mg_layer, qkv), FIELD(mg_layer, o), FIELD(mg_layer, gate_up), FIELD(mg_layer, down),
     FIELD(mg_layer, attention_norm), FIELD(mg_layer, mlp_norm), FIELD(mg_layer, qkv_bias), FIELD(mg_layer, q_norm),
     FIELD(mg_layer, k_norm),
-    WHOLE(mg_model), FIELD(mg_model, layers), FIELD(mg_model, hidden), FIELD(mg_model, heads), FIELD(mg_model, kv_heads),
+    WHOLE(mg_model), FIELD(mg_model, layers), FIELD(mg_model, hidden), FIELD(mg_model, heads),
+    FIELD(mg_model, kv_heads),
     FIELD(mg_model, head_dim), FIELD(mg_model, intermediate), FIELD(mg_model, is_bf16), FIELD(mg_model, vocab),
     FIELD(mg_model, max_context), FIELD(mg_model, eps), FIELD(mg_model, scale), FIELD(mg_model, pages),
-    FIELD(mg_model, layer), FIELD(mg_model, embed), FIELD(mg_model, final_norm), FIELD(mg_model, cos), FIELD(mg_model, sin),
-    FIELD(mg_model, k_pool), FIELD(mg_model, v_pool),
+    FIELD(mg_model, layer), FIELD(mg_model, embed), FIELD(mg_model, final_norm), FIELD(mg_model, cos),
+    FIELD(mg_model, sin), FIELD(mg_model, k_pool), FIELD(mg_model, v_pool),
     WHOLE(mg_int8), FIELD(mg_int8, weights), FIELD(mg_int8, scale),
     WHOLE(mg_heads), FIELD(mg_heads, heads), FIELD(mg_heads, hidden), FIELD(mg_heads, inner), FIELD(mg_heads, in_size),
     FIELD(mg_heads, draft_vocab_padded), FIELD(mg_heads, draft_vocab), FIELD(mg_heads, vocab), FIELD(mg_heads, is_bf16),
@@ -153,10 +169,12 @@ static const mg_entry LAYOUT[] = {
     FIELD(mg_follow, least), FIELD(mg_follow, rows), FIELD(mg_follow, levels), FIELD(mg_follow, row),
     FIELD(mg_follow, pending), FIELD(mg_follow, planned), FIELD(mg_follow, plan_above), FIELD(mg_follow, plan_rank),
     FIELD(mg_follow, tokens), FIELD(mg_follow, below), FIELD(mg_follow, probabilities), FIELD(mg_follow, survival),
-    FIELD(mg_follow, count), FIELD(mg_follow, first), FIELD(mg_follow, from), FIELD(mg_follow, token), FIELD(mg_follow, list),
+    FIELD(mg_follow, count), FIELD(mg_follow, first), FIELD(mg_follow, from), FIELD(mg_follow, token),
+    FIELD(mg_follow, list),
     LIMIT(LANES), LIMIT(MAX_RANKS), LIMIT(MAX_DEPTH),
     {NULL, NULL, 0, 0},
 };
+// clang-format on
 
 // Ends with an entry without names. bindings.py compares it with its own at load.
 const mg_entry *mg_layout(void) { return LAYOUT; }

@@ -11,6 +11,9 @@
 
 enum { GROUP = 64, MOST_ROWS = 3 };
 
+_Static_assert(GROUP % LANES == 0 && GROUP % 4 == 0, "a group is made of whole vectors and whole steps");
+_Static_assert(GROUP * 127L * 255L < INT32_MAX, "a group's sum of products must fit 32 bits");
+
 // Activations as the layers take them: x [rows, size], scale [rows, groups]; sum [rows] of the row as rounded.
 typedef struct {
     int8_t *x;
@@ -35,8 +38,8 @@ INLINE void int8_store16(int8_t *p, vi v) { (void)p, (void)v; }
 #endif
 
 // y [m_count, 4] = m_count rows from `row` on, times n_count units.
-INLINE void int8_tile(int m_count, int n_count, const mg_int8 *layer, long first_unit, int k_size, const int8_rows *rows,
-                      int row, vf *y) {
+INLINE void int8_tile(int m_count, int n_count, const mg_int8 *layer, long first_unit, int k_size,
+                      const int8_rows *rows, int row, vf *y) {
     vf total[MOST_ROWS][4];
     const long unit_size = (long)k_size * LANES;
     const uint8_t *unit = layer->weights + first_unit * unit_size;
@@ -78,8 +81,9 @@ INLINE void int8_tile(int m_count, int n_count, const mg_int8 *layer, long first
         for (int n = 0; n < n_count; n++) y[m * 4 + n] = total[m][n] * vf_load(layer->scale + (first_unit + n) * LANES);
 }
 
-static void int8_multiply(int m_count, int n_count, const mg_int8 *layer, long first_unit, int k_size, const int8_rows *rows,
-                          int row, vf *y) {
+static void int8_multiply(int m_count, int n_count, const mg_int8 *layer, long first_unit, int k_size,
+                          const int8_rows *rows, int row, vf *y) {
+// clang-format off
 #define CASE(M, N) \
     case (M) * 8 + (N): int8_tile(M, N, layer, first_unit, k_size, rows, row, y); break;
     switch (m_count * 8 + n_count) {
@@ -87,11 +91,13 @@ static void int8_multiply(int m_count, int n_count, const mg_int8 *layer, long f
         default: MG_ASSERT(!"no such tile");
     }
 #undef CASE
+    // clang-format on
 }
 
-// out [count, units * 16] = rows times units [first_unit, first_unit + units) of the layer; with `silu`, silu(. + bias).
-static void int8_linear(mg_member *member, const int8_rows *rows, int count, int k_size, const mg_int8 *layer, long first_unit,
-                        int units, const float *bias, int silu, float *out) {
+// out [count, units * 16] = rows times units [first_unit, first_unit + units) of the layer; with `silu`,
+// silu(. + bias).
+static void int8_linear(mg_member *member, const int8_rows *rows, int count, int k_size, const mg_int8 *layer,
+                        long first_unit, int units, const float *bias, int silu, float *out) {
     TEAM_CLAIMED(chunk, (units + 3) / 4) {
         const int begin = chunk * 4, width = units - begin < 4 ? units - begin : 4;
         for (int n = 0; n < width;) {
@@ -142,9 +148,7 @@ INLINE vf load16(const void *p, long i, int is_bf16) {
 
 // out [size] = x / sqrt(mean(x^2) + eps)
 INLINE void int8_norm(const float *x, int size, float eps, float *out) {
-    vf squares = vf_set(0.0f);
-    for (int i = 0; i < size; i += LANES) squares = vf_fma(vf_load(x + i), vf_load(x + i), squares);
-    const vf scale = vf_set(1.0f / sqrtf(vf_sum(squares) / size + eps));
+    const vf scale = rms_scale_f32(x, size, eps);
     for (int i = 0; i < size; i += LANES) vf_store(out + i, vf_load(x + i) * scale);
 }
 
@@ -186,7 +190,8 @@ static void follow_int8_member(mg_member *member, void *arguments) {
                     heads->up_bias + (long)level * inner, 1, job->act);
         TEAM_DEALT(r, rows) int8_quantise(job->act + (long)r * inner, inner, &job->a, r);
         team_end_loop(member);
-        int8_linear(member, &job->a, rows, inner, &heads->down8, (long)level * hidden / LANES, hidden / LANES, NULL, 0, states);
+        int8_linear(member, &job->a, rows, inner, &heads->down8, (long)level * hidden / LANES, hidden / LANES, NULL, 0,
+                    states);
         TEAM_DEALT(r, rows) {
             float *state = states + (long)r * hidden;
             const float *from = above + (long)(level ? follow->from[r] : r) * hidden;

@@ -44,8 +44,8 @@ typedef struct {
     mg_int8 up8, down8, draft_lm_head8;
 } mg_heads;
 
-// Lists of guesses of n sequences, `lists` for each at most, k guesses in a list; arrays [n, lists, k]. List 0 follows the
-// pending token. A sequence with planned > 0 has its lists named: list i follows guess plan_rank[i] of list
+// Lists of guesses of n sequences, `lists` for each at most, k guesses in a list; arrays [n, lists, k]. List 0 follows
+// the pending token. A sequence with planned > 0 has its lists named: list i follows guess plan_rank[i] of list
 // plan_above[i] (ascending in level); planned may be NULL. Otherwise the `width` likeliest guesses of each level are
 // followed, as far as their survival reaches `least`. Rows are the lists of the present level.
 typedef struct {
@@ -53,10 +53,10 @@ typedef struct {
     float least;
     int32_t rows, levels;  // levels: that have run
     const int32_t *row, *pending, *planned, *plan_above, *plan_rank;  // row [n]: of the states in `hidden`
-    int32_t *tokens, *below;   // below [n, lists, k]: -1 for none
+    int32_t *tokens, *below;  // below [n, lists, k]: -1 for none
     float *probabilities, *survival;  // survival [n, lists]
-    int32_t *count, *first;           // [n]: lists in use; first list of the present level
-    int32_t *from, *token, *list;     // of each row: row of the state above, token chosen, list (of all n * lists)
+    int32_t *count, *first;  // [n]: lists in use; first list of the present level
+    int32_t *from, *token, *list;  // of each row: row of the state above, token chosen, list (of all n * lists)
 } mg_follow;
 
 enum { MAX_WIDTH = 8, PAGES_AHEAD = 6 };
@@ -72,100 +72,63 @@ typedef struct {
 
 #include "checks.h"
 
-// What a linear layer does with its products; see linear() in transformer.h.
+static void *aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
+#include "sampling.h"
+#include "follow.h"
+
+// What a linear layer does with its products; see linear() in linear.h.
 typedef enum { STORE, ADD, SILU_MUL, STORE_SILU } mg_epilogue;
 
-static void top_k_row(const float *row, int n, int k, int32_t *id, float *probabilities);
+typedef struct {
+    const mg_model *model;
+    const mg_batch *batch;
+    mg_workspace *ws;
+    int n_tiles;
+    void *hidden_out;
+} forward_job;
 
-// Opens list `list` of sequence s below guess `at` (an index into [lists, k] of the sequence).
-static void follow_open(mg_follow *follow, int s, int at, int row_above, int *rows) {
-    const long base = (long)s * follow->lists, guess = base * follow->k + at;
-    const int list = follow->count[s]++;
-    MG_ASSERT(list < follow->lists && at >= 0 && at / follow->k < list);
-    follow->below[guess] = list;
-    follow->survival[base + list] = follow->survival[base + at / follow->k] * follow->probabilities[guess];
-    follow->from[*rows] = row_above;
-    follow->token[*rows] = follow->tokens[guess];
-    follow->list[*rows] = base + list;
-    ++*rows;
-}
+typedef struct {
+    const void *x, *weights;
+    int rows, k_size, units;
+    float *out;
+} project_job;
 
-// The list of a row of the present level, from its logits over the draft vocabulary.
-static void follow_guess(mg_follow *follow, const mg_heads *heads, const float *logits, int row) {
-    const long at = (long)follow->list[row] * follow->k;
-    top_k_row(logits, heads->draft_vocab, follow->k, follow->tokens + at, follow->probabilities + at);
-    for (int j = 0; j < follow->k; j++) follow->tokens[at + j] = heads->draft_ids[follow->tokens[at + j]];
-}
+// x_in [n, in_size]: what the heads' first layer is fed; x [n, hidden]; the others [heads, n, ...].
+typedef struct {
+    const mg_heads *heads;
+    const void *x_in, *x;
+    int n;
+    void *act, *state_t;
+    float *state, *logits;
+} heads_job;
 
-// Sets up list 0 of each sequence.
-static void follow_begin(mg_follow *follow) {
-    const long guesses = (long)follow->n * follow->lists * follow->k;
-    for (long i = 0; i < guesses; i++) follow->below[i] = -1;
-    for (int s = 0; s < follow->n; s++) {
-        follow->count[s] = 1;
-        follow->first[s] = 0;
-        follow->survival[(long)s * follow->lists] = 1.0f;
-        follow->from[s] = follow->row[s];
-        follow->token[s] = follow->pending[s];
-        follow->list[s] = s * follow->lists;
-    }
-    follow->rows = follow->n;
-    follow->levels = 0;
-}
+// hidden: the states that level 0 starts from. The others are of the rows of a level; states: of this level and the
+// last.
+typedef struct {
+    const mg_heads *heads;
+    mg_follow *follow;
+    const void *hidden;
+    void *x_in, *act, *states[2];
+    float *sums, *logits;
+} follow_job;
 
-// Sets the rows of the next level; none when `more` is 0.
-static void follow_choose(mg_follow *follow, int more) {
-    int row_above = 0, rows = 0;
-    const int k = follow->k;
-    follow->levels++;
-    for (int s = 0; more && s < follow->n; s++) {
-        const int first = follow->first[s], end = follow->count[s];
-        const long base = (long)s * follow->lists;
-        if (follow->planned && follow->planned[s]) {
-            for (int i = end; i < follow->planned[s]; i++) {
-                const int above = follow->plan_above[base + i];
-                if (above >= end) break;
-                follow_open(follow, s, above * k + follow->plan_rank[base + i], row_above + above - first, &rows);
-            }
-        } else {
-            int best[MAX_WIDTH], held = 0;
-            float survival[MAX_WIDTH];
-            for (int list = first; list < end; list++)
-                for (int j = 0; j < k; j++) {
-                    const float p = follow->survival[base + list] * follow->probabilities[(base + list) * k + j];
-                    if (p < follow->least || (held == follow->width && p <= survival[held - 1])) break;
-                    int at = held < follow->width ? held++ : held - 1;
-                    for (; at > 0 && p > survival[at - 1]; at--) {
-                        survival[at] = survival[at - 1];
-                        best[at] = best[at - 1];
-                    }
-                    survival[at] = p;
-                    best[at] = list * k + j;
-                }
-            for (int i = 0; i < held; i++) follow_open(follow, s, best[i], row_above + best[i] / k - first, &rows);
-        }
-        row_above += end - first;
-        follow->first[s] = end;
-    }
-    follow->rows = rows;
-}
+INLINE int smaller(int a, int b) { return a < b ? a : b; }
 
-#define T bf16
-#define STEP 2
-#define NAME(x) x##_bf16
-#include "transformer.h"
-#undef T
-#undef STEP
-#undef NAME
 #define T float
 #define STEP 1
 #define NAME(x) x##_f32
 #include "transformer.h"
+#undef T
+#undef STEP
+#undef NAME
+#define T bf16
+#define STEP 2
+#define NAME(x) x##_bf16
+#include "transformer.h"
 #include "int8.h"
 
 int mg_has_int8(void) { return HAS_INT8; }
-
-static void *aligned(size_t bytes) { return aligned_alloc(64, (bytes + 63) / 64 * 64); }
 
 void mg_workspace_free(mg_workspace *ws) {
     if (!ws) return;
@@ -181,7 +144,9 @@ void mg_workspace_free(mg_workspace *ws) {
 }
 
 // NULL when the model can be run.
-const char *mg_model_fault(const mg_model *model, int max_rows, int threads) { return check_model(model, max_rows, threads); }
+const char *mg_model_fault(const mg_model *model, int max_rows, int threads) {
+    return check_model(model, max_rows, threads);
+}
 
 // For a model without a fault. NULL when out of memory.
 mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads) {
@@ -192,7 +157,7 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads)
     const size_t qkv_size = q_size + 2 * (size_t)model->kv_heads * model->head_dim;
     const int group = model->heads / model->kv_heads;
     const size_t tile_rows = group >= MAX_TILE_ROWS ? 1 : MAX_TILE_ROWS / group, tile_m = tile_rows * group;
-    const size_t width = (size_t)model->max_context + 3 * LANES;
+    const size_t width = (size_t)model->max_context + (1 + TAIL_PAGES) * LANES;
     ws->x_norm = aligned(rows * model->hidden * 4);
     ws->q = aligned(rows * q_size * 4);
     ws->attention = aligned(rows * q_size * 4);
@@ -205,7 +170,8 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads)
                        4 * tile_m + 4096;
     ws->scratch_size = (ws->scratch_size + 4095) / 4096 * 4096;
     ws->scratch = aligned(ws->scratch_size * threads);
-    if (!ws->x_norm || !ws->q || !ws->attention || !ws->act || !ws->residual || !ws->qkv || !ws->tiles || !ws->scratch) {
+    if (!ws->x_norm || !ws->q || !ws->attention || !ws->act || !ws->residual || !ws->qkv || !ws->tiles ||
+        !ws->scratch) {
         mg_workspace_free(ws);
         return NULL;
     }
@@ -214,8 +180,8 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads)
 
 // memory: the arrays of a step one behind the other; ends: where each of them ends. hidden_out [out_rows, hidden]:
 // final-norm hidden states of the rows named by out_row. NULL, or what is wrong with the arrays.
-const char *mg_forward(mg_pool *pool, const mg_model *model, const int32_t *memory, const int32_t *ends, mg_workspace *ws,
-                       void *hidden_out) {
+const char *mg_forward(mg_pool *pool, const mg_model *model, const int32_t *memory, const int32_t *ends,
+                       mg_workspace *ws, void *hidden_out) {
     mg_batch batch;
     const char *fault = check_batch(model, ws->max_rows, memory, ends, &batch);
     if (fault) return fault;
@@ -227,10 +193,10 @@ const char *mg_forward(mg_pool *pool, const mg_model *model, const int32_t *memo
 }
 
 // out [rows, units * 16] float32 = x [rows, k_size] times packed weights.
-void mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size, const void *weights, int units, float *out) {
-    project_job_bf16 job = {x, weights, rows, k_size, units, out};
-    project_job_f32 job_f32 = {x, weights, rows, k_size, units, out};
-    pool_run(pool, is_bf16 ? project_member_bf16 : project_member_f32, is_bf16 ? (void *)&job : (void *)&job_f32);
+void mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size, const void *weights, int units,
+                float *out) {
+    project_job job = {x, weights, rows, k_size, units, out};
+    pool_run(pool, is_bf16 ? project_member_bf16 : project_member_f32, &job);
 }
 
 // Keys and values of slots `from` are copied to slots `to`, in every layer. NULL, or what is wrong.
@@ -245,16 +211,15 @@ const char *mg_copy_slots(const mg_model *model, const int32_t *from, const int3
 }
 
 // logits [heads * n, draft_vocab_padded] float32, head-major. NULL, or what is wrong.
-const char *mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, const void *x, int n, float *logits) {
+const char *mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_in, const void *x, int n,
+                            float *logits) {
     const size_t rows = (size_t)heads->heads * n;
     void *act = aligned(rows * heads->inner * 4), *state_t = aligned(rows * heads->hidden * 4);
     float *state = aligned(rows * heads->hidden * 4);
     const int failed = !act || !state || !state_t;
     if (!failed) {
-        heads_job_bf16 job = {heads, x_in, x, n, act, state_t, state, logits};
-        heads_job_f32 job_f32 = {heads, x_in, x, n, act, state_t, state, logits};
-        pool_run(pool, heads->is_bf16 ? heads_member_bf16 : heads_member_f32,
-                 heads->is_bf16 ? (void *)&job : (void *)&job_f32);
+        heads_job job = {heads, x_in, x, n, act, state_t, state, logits};
+        pool_run(pool, heads->is_bf16 ? heads_member_bf16 : heads_member_f32, &job);
     }
     free(act);
     free(state);
@@ -262,7 +227,8 @@ const char *mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_
     return failed ? NO_MEMORY : NULL;
 }
 
-static const char *follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, size_t rows) {
+static const char *follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden,
+                               size_t rows) {
     const size_t floats[] = {heads->in_size, heads->inner, heads->hidden, heads->hidden, heads->draft_vocab_padded};
     const size_t bytes[] = {heads->in_size, heads->inner, heads->hidden};
     size_t size = 0;
@@ -280,17 +246,17 @@ static const char *follow_int8(mg_pool *pool, const mg_heads *heads, mg_follow *
     }
     int8_t *x = (int8_t *)next;
     for (int i = 0; i < 3; i++, x += rows * bytes[i - 1]) quantised[i].x = x;
-    follow_int8_job job = {heads, follow, hidden, part[0], part[1], {part[2], part[3]}, part[4],
-                           quantised[0], quantised[1], quantised[2]};
+    follow_int8_job job = {heads,   follow,       hidden,       part[0],     part[1], {part[2], part[3]},
+                           part[4], quantised[0], quantised[1], quantised[2]};
     pool_run(pool, follow_int8_member, &job);
     free(memory);
     return NULL;
 }
 
-// Guesses of sequential heads from states hidden [hidden_rows, hidden]; max_rows: of a level. What `follow` points to, but
-// for rows, pending tokens and plans, is written here. NULL, or what is wrong.
-const char *mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden, int hidden_rows,
-                            int max_rows) {
+// Guesses of sequential heads from states hidden [hidden_rows, hidden]; max_rows: of a level. What `follow` points to,
+// but for rows, pending tokens and plans, is written here. NULL, or what is wrong.
+const char *mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *follow, const void *hidden,
+                            int hidden_rows, int max_rows) {
     const char *fault = check_follow(heads, follow, hidden_rows, max_rows);
     if (fault) return fault;
     const size_t rows = max_rows;
@@ -301,10 +267,8 @@ const char *mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *fol
     float *sums = aligned(rows * heads->hidden * 4), *logits = aligned(rows * heads->draft_vocab_padded * 4);
     const int failed = !x_in || !act || !one || !other || !sums || !logits;
     if (!failed) {
-        follow_job_bf16 job = {heads, follow, hidden, x_in, act, {one, other}, sums, logits};
-        follow_job_f32 job_f32 = {heads, follow, hidden, x_in, act, {one, other}, sums, logits};
-        pool_run(pool, heads->is_bf16 ? follow_member_bf16 : follow_member_f32,
-                 heads->is_bf16 ? (void *)&job : (void *)&job_f32);
+        follow_job job = {heads, follow, hidden, x_in, act, {one, other}, sums, logits};
+        pool_run(pool, heads->is_bf16 ? follow_member_bf16 : follow_member_f32, &job);
     }
     free(x_in);
     free(act);
@@ -315,51 +279,10 @@ const char *mg_heads_follow(mg_pool *pool, const mg_heads *heads, mg_follow *fol
     return failed ? NO_MEMORY : NULL;
 }
 
-// The maximum of a row; NaN where any of it is. Finite, hence, when a token can be drawn from the row: -inf is a token that
-// is never drawn.
-static float row_max(const float *row, int n) {
-    vf top = vf_set(-INFINITY);
-    vi unordered = {0};
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) {
-        const vf v = vf_load(row + i);
-        unordered |= v != v;
-        top = vf_max(top, v);
-    }
-    float m = vf_hmax(top);
-    int nan = vi_any(unordered);
-    for (; i < n; i++) {
-        nan |= row[i] != row[i];
-        m = row[i] > m ? row[i] : m;
-    }
-    return nan ? NAN : m;
-}
-
-typedef struct {
-    const float *logits;
-    const int32_t *row_index;
-    int rows, n, k;
-    int64_t stride;
-    int32_t *ids;
-    float *probabilities;
-} rank_job;
-
-static void argmax_member(mg_member *member, void *arguments) {
-    const rank_job *job = arguments;
-    TEAM_DEALT(r, job->rows) {
-        const float *row = job->logits + job->row_index[r] * job->stride;
-        const float m = row_max(row, job->n);
-        int best = 0;
-        if (!isfinite(m)) best = -1;
-        else while (row[best] != m) best++;
-        job->ids[r] = best;
-    }
-}
-
 // For each of the named rows of logits [logit_rows, n], the lowest index that holds its maximum; -1 where that is not
 // finite. NULL, or what is wrong.
-const char *mg_argmax(mg_pool *pool, const float *logits, int logit_rows, int64_t stride, int n, const int32_t *row_index,
-                      int rows, int32_t *out) {
+const char *mg_argmax(mg_pool *pool, const float *logits, int logit_rows, int64_t stride, int n,
+                      const int32_t *row_index, int rows, int32_t *out) {
     const char *fault = check_rows(row_index, rows, logit_rows, n);
     if (fault) return fault;
     rank_job job = {.logits = logits, .row_index = row_index, .rows = rows, .n = n, .stride = stride, .ids = out};
@@ -367,44 +290,8 @@ const char *mg_argmax(mg_pool *pool, const float *logits, int logit_rows, int64_
     return NULL;
 }
 
-static void top_k_row(const float *row, int n, int k, int32_t *id, float *probabilities) {
-    const float m = row_max(row, n);
-    float best[MAX_RANKS], rest = 0.0f;
-    int held = 0;
-    vf sum = vf_set(0.0f);
-    for (int i = 0; i < n; i += LANES) {
-        const int count = n - i < LANES ? n - i : LANES;
-        if (count == LANES) {
-            const vf v = vf_load(row + i);
-            sum += vf_exp(v - vf_set(m));
-            if (held == k && !vf_any_above(v, best[k - 1])) continue;
-        } else
-            for (int j = 0; j < count; j++) rest += expf(row[i + j] - m);
-        for (int j = 0; j < count; j++) {
-            const float v = row[i + j];
-            if (held == k && !(v > best[k - 1])) continue;
-            int at = held < k ? held++ : k - 1;
-            for (; at > 0 && v > best[at - 1]; at--) {
-                best[at] = best[at - 1];
-                id[at] = id[at - 1];
-            }
-            best[at] = v;
-            id[at] = i + j;
-        }
-    }
-    const float total = vf_sum(sum) + rest;
-    // A row that says nothing guesses nothing: books of drafting must not be multiplied by what is not a number.
-    for (int j = 0; j < k; j++) probabilities[j] = isfinite(m) ? expf(best[j] - m) / total : 0.0f;
-}
-
-static void top_k_member(mg_member *member, void *arguments) {
-    const rank_job *job = arguments;
-    TEAM_DEALT(r, job->rows)
-        top_k_row(job->logits + r * job->stride, job->n, job->k, job->ids + (long)r * job->k,
-                  job->probabilities + (long)r * job->k);
-}
-
-// The k best of each row with their softmax probabilities, best first (ties: lower index first). NULL, or what is wrong.
+// The k best of each row with their softmax probabilities, best first (ties: lower index first). NULL, or what is
+// wrong.
 const char *mg_top_k(mg_pool *pool, const float *logits, int rows, int64_t stride, int n, int k, int32_t *ids,
                      float *probabilities) {
     if (k < 1 || k > MAX_RANKS || k > n) return "k must be from 1 to 32, and at most the columns";
@@ -414,123 +301,11 @@ const char *mg_top_k(mg_pool *pool, const float *logits, int rows, int64_t strid
     return NULL;
 }
 
-typedef struct { float weight; int32_t id; } weighted;
-
-static int heavier_first(const void *a, const void *b) {
-    const weighted *x = a, *y = b;
-    if (x->weight != y->weight) return x->weight > y->weight ? -1 : 1;
-    return x->id < y->id ? -1 : 1;
-}
-
-enum { BLOCK = 256 };
-
-// Inverse-CDF draw of one token with uniform number u in [0, 1). weights: scratch of n floats; candidates: of n pairs.
-// -1 when there is none to draw: something in the row is NaN or +inf, or all of it is -inf.
-static int32_t draw(const float *row, int n, float temperature, int top_k, float top_p, float min_p, double u,
-                    float *weights, weighted *candidates) {
-    const float m = row_max(row, n);
-    if (!isfinite(m)) return -1;
-    // At most FLT_MAX, for 0 * inf is no weight.
-    const vf inverse = vf_set(fminf(1.0f / temperature, FLT_MAX)), highest = vf_set(m);
-    double total = 0.0;
-    for (int i = 0; i < n; i += BLOCK) {
-        vf sum = vf_set(0.0f);
-        for (int j = i; j < i + BLOCK && j < n; j += LANES) {
-            vf v = vf_set(-INFINITY);
-            memcpy(&v, row + j, sizeof(float) * (n - j < LANES ? n - j : LANES));
-            v = vf_exp((v - highest) * inverse);
-            sum += v;
-            memcpy(weights + j, &v, sizeof(float) * (n - j < LANES ? n - j : LANES));
-        }
-        total += vf_sum(sum);
-    }
-    if (top_k <= 0 && top_p >= 1.0f && min_p <= 0.0f) {
-        double target = u * total, passed = 0.0;
-        int last = 0;
-        for (int i = 0; i < n; i++)
-            if (weights[i] > 0.0f) {
-                passed += weights[i];
-                last = i;
-                if (passed > target) return i;
-            }
-        return last;
-    }
-    // Collect every weight above a threshold, lowering it until the filters' cut lies inside what was collected. A
-    // top-p share of the top k needs all of the k, also those that min-p will drop.
-    const int whole_top_k = top_k > 0 && top_p < 1.0f;
-    int held = 0;
-    for (float threshold = 1e-3f;; threshold *= 1e-3f) {
-        const int everything = threshold < 1e-36f;
-        held = 0;
-        double mass = 0.0;
-        for (int i = 0; i < n; i++)
-            if (weights[i] >= threshold || everything) {
-                candidates[held++] = (weighted){weights[i], i};
-                mass += weights[i];
-            }
-        if (everything || (top_k > 0 && held >= top_k) || (top_k <= 0 && mass >= (double)top_p * total) ||
-            (threshold <= min_p && !whole_top_k))
-            break;
-    }
-    // The highest logit has weight 1, so something is always held.
-    MG_ASSERT(held > 0);
-    qsort(candidates, held, sizeof *candidates, heavier_first);
-    if (top_k > 0 && held > top_k) held = top_k;
-    if (top_p < 1.0f) {
-        double goal = total;
-        if (top_k > 0) {
-            goal = 0.0;
-            for (int i = 0; i < held; i++) goal += candidates[i].weight;
-        }
-        goal *= (double)top_p;
-        int cut = 0;
-        for (double passed = 0.0; cut < held && passed < goal; cut++) passed += candidates[cut].weight;
-        held = cut > 0 ? cut : 1;
-    }
-    while (held > 1 && candidates[held - 1].weight < min_p) held--;
-    double kept_total = 0.0;
-    for (int i = 0; i < held; i++) kept_total += candidates[i].weight;
-    double target = u * kept_total, passed = 0.0;
-    for (int i = 0; i < held; i++) {
-        passed += candidates[i].weight;
-        if (passed > target) return candidates[i].id;
-    }
-    return candidates[held - 1].id;
-}
-
-typedef struct {
-    const float *logits;
-    const int32_t *row_index;
-    int rows, n;
-    int64_t stride;
-    const float *temperature;
-    const int32_t *top_k;
-    const float *top_p, *min_p;
-    const double *u;
-    int32_t *out;
-    atomic_int failed;
-} sample_job;
-
-static void sample_member(mg_member *member, void *arguments) {
-    sample_job *job = arguments;
-    TEAM_CLAIMED(r, job->rows) {
-        float *weights = aligned(sizeof(float) * job->n);
-        weighted *candidates = aligned(sizeof(weighted) * job->n);
-        if (weights && candidates)
-            job->out[r] = draw(job->logits + job->row_index[r] * job->stride, job->n, job->temperature[r], job->top_k[r],
-                               job->top_p[r], job->min_p[r], job->u[r], weights, candidates);
-        else
-            atomic_store(&job->failed, 1);
-        free(weights);
-        free(candidates);
-    }
-}
-
-// One draw from each of the named rows of logits [logit_rows, n]; the parameters are arrays of one value per draw. -1 where
-// no token can be drawn. NULL, or what is wrong.
-const char *mg_sample(mg_pool *pool, const float *logits, int logit_rows, int64_t stride, int n, const int32_t *row_index,
-                      int rows, const float *temperature, const int32_t *top_k, const float *top_p, const float *min_p,
-                      const double *u, int32_t *out) {
+// One draw from each of the named rows of logits [logit_rows, n]; the parameters are arrays of one value per draw. -1
+// where no token can be drawn. NULL, or what is wrong.
+const char *mg_sample(mg_pool *pool, const float *logits, int logit_rows, int64_t stride, int n,
+                      const int32_t *row_index, int rows, const float *temperature, const int32_t *top_k,
+                      const float *top_p, const float *min_p, const double *u, int32_t *out) {
     const char *fault = check_rows(row_index, rows, logit_rows, n);
     if (fault) return fault;
     sample_job job = {logits, row_index, rows, n, stride, temperature, top_k, top_p, min_p, u, out, 0};

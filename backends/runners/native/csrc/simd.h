@@ -17,7 +17,11 @@ typedef uint16_t bf16;
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vf vf_set(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-INLINE vf vf_load(const float *p) { vf v; memcpy(&v, p, sizeof v); return v; }
+INLINE vf vf_load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 INLINE void vf_store(float *p, vf v) { memcpy(p, &v, sizeof v); }
 
 // A fused multiply-add wherever the target has one; the build flags forbid any other contraction.

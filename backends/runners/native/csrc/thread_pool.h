@@ -38,7 +38,7 @@ typedef struct {
 struct mg_pool {
     mg_team team;
     _Alignas(64) atomic_int posted;  // number of the newest job
-    _Alignas(64) atomic_int busy;    // workers that have not finished it
+    _Alignas(64) atomic_int busy;  // workers that have not finished it
     atomic_int sleeping;
     int stopping, started;
     mg_job job;
@@ -56,8 +56,8 @@ static inline void team_pause(void) {
 #endif
 }
 
-// One more round of waiting for threads that should be done in a moment. On a busy machine they may have lost their core,
-// perhaps to this one, so it is given away after a while.
+// One more round of waiting for threads that should be done in a moment. On a busy machine they may have lost their
+// core, perhaps to this one, so it is given away after a while.
 static inline void team_wait(int *spins) {
     if (++*spins < BARRIER_SPINS)
         team_pause();
