@@ -22,8 +22,8 @@ from backends.runners.base import HeadsRunner, ModelRunner, Proposals
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.speculation.batch_gate import DraftGate
 from backends.speculation.prompt_lookup import Continuation
-from backends.speculation.tree_builder import Draft, DraftRequest, least_survival, lookup_pays, plan_drafts
-from backends.speculation.undrafted import Why, note_undrafted
+from backends.speculation.tree_builder import Draft, DraftRequest, lookup_pays, min_survival, plan_drafts
+from backends.speculation.undrafted import Why
 from backends.speculation.verify import AcceptResult, Candidate, count_sound, verify
 from backends.tree import MAX_DEPTH
 from backends.types import (
@@ -315,7 +315,13 @@ class EngineCore:
         with self.optional.judging:
             for index, sequence in enumerate(decoding):
                 if not drafts.get(index, _NO_DRAFT).tokens and sequence.speculation.enabled:
-                    note_undrafted(sequence, requests.get(index), self.cost, len(decoding), extra)
+                    sequence.undrafted.note_step(
+                        requests.get(index),
+                        remaining=sequence.remaining,
+                        cost=self.cost,
+                        sequences=len(decoding),
+                        row_cost_factor=extra,
+                    )
         batch = BatchBuilder(self._scratch_base)
         scheduled = []
         for index, sequence in enumerate(decoding):
@@ -363,8 +369,8 @@ class EngineCore:
         requests: dict[int, DraftRequest] = {}
         if self.optional.planning.ready():
             with self.optional.planning:
-                extra = self.calibration.extra(len(decoding))
-                look_up = bool(decoding) and lookup_pays(self.cost, sequences=len(decoding), extra=extra)
+                extra = self.calibration.row_cost_factor(len(decoding))
+                look_up = bool(decoding) and lookup_pays(self.cost, sequences=len(decoding), row_cost_factor=extra)
                 for index, sequence in enumerate(decoding):
                     request = self._draft_request(sequence, look_up)
                     if request is not None:
@@ -372,17 +378,17 @@ class EngineCore:
                 drafts = plan_drafts(
                     requests,
                     sequences=len(decoding),
-                    other_rows=prompt_rows,
-                    room=self.config.max_rows - len(decoding) - prompt_rows,
+                    num_prefill_rows=prompt_rows,
+                    node_budget=self.config.max_rows - len(decoding) - prompt_rows,
                     cost=self.cost,
-                    soon=len(self._running) - len(decoding),
-                    extra=extra,
+                    num_prefilling=len(self._running) - len(decoding),
+                    row_cost_factor=extra,
                 )
                 if any(not 0 <= token < self.runner.vocab_size for each in drafts.values() for token in each.tokens):
                     raise ValueError("a draft holds a token outside the vocabulary")
                 return extra, requests, drafts
         for sequence in decoding:
-            sequence.proposals, sequence.unasked = None, Why.FAILED
+            sequence.proposals, sequence.undrafted.unasked = None, Why.FAILED
         return 1.0, {}, {}
 
     def _prompt_chunks(self, decoding: int) -> list[tuple[Sequence, int]]:
@@ -553,13 +559,13 @@ class EngineCore:
     def _propose_if_possible(self, step: _Step, results: list[AcceptResult], hidden: torch.Tensor) -> list[Proposals]:
         """The heads' guesses for the next step, put into the sequences; none when they fail or failed lately."""
         for item in step.scheduled:
-            item.sequence.proposals, item.sequence.unasked = None, Why.FAILED
+            item.sequence.proposals, item.sequence.undrafted.unasked = None, Why.FAILED
         if self.optional.planning.rests or not self.optional.heads.ready():
             return []
         with self.optional.heads:
             return self._propose(step, results, hidden)
         for item in step.scheduled:
-            item.sequence.proposals, item.sequence.unasked = None, Why.FAILED
+            item.sequence.proposals, item.sequence.undrafted.unasked = None, Why.FAILED
         return []
 
     def _propose(self, step: _Step, results: list[AcceptResult], hidden: torch.Tensor) -> list[Proposals]:
@@ -598,12 +604,12 @@ class EngineCore:
             for sequence in sequences
         )
         trees = [sequence.request.plan.tree for sequence in sequences]
-        least = least_survival(
+        least = min_survival(
             self.cost,
             sequences=len(going_on),
             rows=step.batch.rows,
             tokens=len(step.scheduled) + sum(item.draft.expected for item in step.scheduled),
-            extra=self.calibration.extra(len(going_on)),
+            row_cost_factor=self.calibration.row_cost_factor(len(going_on)),
             num_heads=self.heads.num_heads,
         )
         proposals = self.heads.propose(
@@ -616,4 +622,4 @@ class EngineCore:
 
 def _say_unasked(sequences: Iterable[tuple[Sequence, int]], why: str, gate_speedup: float = 0.0) -> None:
     for sequence, _ in sequences:
-        sequence.unasked, sequence.gate_speedup = why, gate_speedup
+        sequence.undrafted.unasked, sequence.undrafted.gate_speedup = why, gate_speedup

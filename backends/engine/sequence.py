@@ -16,7 +16,7 @@ from backends.runners.base import Proposals
 from backends.sampling.sampler import LogitProcessor
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
-from backends.speculation.undrafted import Undrafted, Why
+from backends.speculation.undrafted import Undrafted
 from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
 
 
@@ -45,9 +45,7 @@ class Counts:
 class Sequence:
     """``tokens``: prompt and answer. Keys and values are in the cache for the first ``computed`` of them.
 
-    While decoding that is all but the last, the *pending* token. ``unasked``: why it has no ``proposals``, and
-    ``gate_speedup`` what the gate said then.
-    """
+    While decoding that is all but the last, the *pending* token."""
 
     request: GenerationRequest
     tokenizer: HfTokenizer
@@ -62,8 +60,6 @@ class Sequence:
     speculation: Speculation = field(init=False)
     lookup: Lookup | None = None
     undrafted: Undrafted = field(default_factory=Undrafted)
-    unasked: str = Why.NOTHING
-    gate_speedup: float = 0.0
     detokenizer: Detokenizer = field(init=False)
     text: TextStream = field(init=False)
     counts: Counts = field(default_factory=Counts)

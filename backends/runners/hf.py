@@ -16,7 +16,6 @@ from transformers import AttentionInterface
 
 from backends.heads.module import MedusaHeads
 from backends.runners.architectures import UnsupportedModel, check_attention, check_interface, refusal
-from backends.runners.base import RowSampling
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.paged_attention import (
     ATTENTION_NAME,
@@ -27,6 +26,7 @@ from backends.runners.paged_attention import (
     visible_slots,
 )
 from backends.runners.torch_heads import HeadsInTorch
+from backends.sampling.rows import RowSampling
 from backends.sampling.torch_sampler import best_rows, draw_rows
 
 _ROW_MULTIPLE = 4

@@ -18,12 +18,13 @@ import torch.nn.functional as F
 
 from backends.heads.expansion import LEAST_SURVIVAL, WIDTH, plan_of_tree
 from backends.heads.module import MedusaHeads
-from backends.runners.base import Proposals, RowSampling
+from backends.runners.base import Proposals
 from backends.runners.batch import ARRAYS, PAGE_SIZE, StepBatch
 from backends.runners.cpu_cores import usable_cores
 from backends.runners.native import bindings as lib
 from backends.runners.native.arena import WeightArena, zeros
 from backends.runners.native.checked import address_of, matrix_of, refuse, values_of
+from backends.sampling.rows import RowSampling
 from backends.tree import MAX_RANKS, CandidateTree
 
 LANES = 16

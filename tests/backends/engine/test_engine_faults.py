@@ -26,7 +26,8 @@ from backends.engine.kv_cache import IntegrityError
 from backends.engine.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
 from backends.engine.sequence import Sequence
 from backends.engine.thread import Engine
-from backends.runners.base import Proposals, RowSampling
+from backends.runners.base import Proposals
+from backends.sampling.rows import RowSampling
 from backends.sampling.torch_sampler import draw_rows
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
