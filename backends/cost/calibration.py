@@ -19,7 +19,7 @@ _LEAST, _MOST = 0.8, 2.0
 # Medians of few, because single steps stall, and those of a minute ago were another machine's.
 _BESIDE, _FEWEST_BESIDE, _BESIDE_WITHIN = 8, 3, 24
 _PAIRS, _FEWEST_PAIRS = 15, 3
-_LEAST_EXTRA, _MOST_EXTRA = 0.5, 4.0
+_MIN_ROW_COST_FACTOR, _MAX_ROW_COST_FACTOR = 0.5, 4.0
 _MEMORY = 0.1
 # Of the differences between neighbouring drafting steps: their memory, what is a stall, and what the pairs' word weighs
 # against them, in squares of a vanilla step.
@@ -105,7 +105,7 @@ class Calibration:
             return _clipped(self.start.get(bucket, 1.0))
         return size.factor
 
-    def extra(self, sequences: int) -> float:
+    def row_cost_factor(self, sequences: int) -> float:
         """What one more candidate takes, over what the table says.
 
         Told by the differences between neighbouring drafting steps, which had more or fewer of them. Where these differ
@@ -116,10 +116,10 @@ class Calibration:
         if size is None or size.planned is None:
             return 1.0
         of_pairs = (self.factor(sequences) * size.planned - 1.0) / max(size.planned - 1.0, 1e-3)
-        of_pairs = min(max(of_pairs, _LEAST_EXTRA), _MOST_EXTRA)
+        of_pairs = min(max(of_pairs, _MIN_ROW_COST_FACTOR), _MAX_ROW_COST_FACTOR)
         weight = _PRIOR_WEIGHT * size.vanilla_ms * size.vanilla_ms
         wanted = (size.products + weight * of_pairs) / (size.squares + weight)
-        return min(max(wanted, _LEAST_EXTRA), _MOST_EXTRA)
+        return min(max(wanted, _MIN_ROW_COST_FACTOR), _MAX_ROW_COST_FACTOR)
 
     def learned(self) -> dict[int, float]:
         """Factors by power of two of sequences, where they rest on as many pairs as are kept. Safe from any thread."""

@@ -1,11 +1,70 @@
-"""Raw counts of decoding, kept by the engine's thread and taken by whoever reports them."""
+"""Counts of decoding. Each step of a sequence is told once, as a :class:`SequenceStep`; the request's own report
+(:class:`RequestCounts`) and the statistics (:class:`CounterBook`) are sums of these."""
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from backends.runners.base import Proposals
 from backends.types import DecodeCounters
+
+
+class StepTimes(NamedTuple):
+    """What a decode step took: all its sequences, each of whose clients has waited for the whole of it."""
+
+    # By the cost table: a vanilla step of the same sequences, and this one with its drafts, corrected by calibration.
+    vanilla_ms: float
+    spent_ms: float
+    # By the clock, without the part of prompts.
+    measured_ms: float
+    # Sequences that share it.
+    num_sequences: int
+
+
+@dataclass(slots=True)
+class SequenceStep:
+    """One sequence's part of one decode step."""
+
+    # Tokens that the step added to the answer; all but the last were candidates.
+    emitted: list[int]
+    # Candidates verified, and those among the accepted that were looked up.
+    num_drafted: int
+    num_accepted_of_lookup: int
+    # The heads' guesses that stood against ``emitted``; None: the heads were not asked.
+    proposals: Proposals | None
+    # What its own drafts cost over its share of a vanilla step, by the cost table.
+    drafting_ms: float
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """Sums over one request's decode steps, behind :class:`backends.types.GenerationStats`."""
+
+    # All steps that gave tokens, the end of the prompt among them.
+    steps: int = 0
+    # Of these: with candidates.
+    medusa_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    lookup_accepted: int = 0
+    # Candidates of the largest draft.
+    most_nodes: int = 0
+    # What vanilla decoding of the same tokens would have taken, and what the steps took, by the cost table.
+    vanilla_ms: float = 0.0
+    spent_ms: float = 0.0
+
+    def add(self, step: SequenceStep, times: StepTimes) -> None:
+        """``steps`` is not counted here: it holds though statistics fail."""
+        drafted = step.num_drafted
+        self.medusa_steps += drafted > 0
+        self.drafted += drafted
+        self.accepted += len(step.emitted) - 1
+        self.lookup_accepted += step.num_accepted_of_lookup
+        self.most_nodes = max(self.most_nodes, drafted)
+        self.vanilla_ms += len(step.emitted) * times.vanilla_ms
+        self.spent_ms += times.spent_ms
 
 
 class CounterBook:
@@ -20,39 +79,31 @@ class CounterBook:
             taken, self._by_key = self._by_key, {}
         return taken
 
-    def add_step(
-        self,
-        key: str,
-        *,
-        rows: int,
-        emitted: list[int],
-        drafted: int,
-        proposals: Proposals | None,
-        control: bool,
-        vanilla_ms: float,
-        spent_ms: float,
-        measured_ms: float,
-    ) -> None:
-        """One sequence's part of one decode step; times are that sequence's share of the step."""
-        vanilla_us, measured_us = round(vanilla_ms * 1e3 * len(emitted)), round(measured_ms * 1e3)
+    def add_step(self, key: str, step: SequenceStep, times: StepTimes, *, control: bool) -> None:
+        """Times are counted by share, so that those of all sequences add up to the clock's. ``control``: the request
+        decodes vanilla throughout."""
+        tokens, drafted = len(step.emitted), step.num_drafted
+        share_ms = times.vanilla_ms / times.num_sequences
+        vanilla_us = round(share_ms * 1e3 * tokens)
+        measured_us = round(times.measured_ms / times.num_sequences * 1e3)
         with self._lock:
             counters = self._by_key.setdefault(key, DecodeCounters())
             counters.steps += 1
             counters.medusa_steps += drafted > 0
-            counters.rows += rows
-            counters.emitted_tokens += len(emitted)
+            counters.rows += 1 + drafted
+            counters.emitted_tokens += tokens
             counters.drafted_tokens += drafted
-            counters.accepted_tokens += len(emitted) - 1
+            counters.accepted_tokens += tokens - 1
             counters.vanilla_us += vanilla_us
-            counters.spent_us += round(spent_ms * 1e3)
+            counters.spent_us += round((share_ms + step.drafting_ms) * 1e3)
             counters.measured_us += measured_us
             if control:
                 counters.control_steps += 1
-                counters.control_tokens += len(emitted)
+                counters.control_tokens += tokens
                 counters.control_vanilla_us += vanilla_us
                 counters.control_measured_us += measured_us
-            if proposals is not None:
-                _count_hits(counters, emitted, proposals)
+            if step.proposals is not None:
+                _count_hits(counters, step.emitted, step.proposals)
 
 
 def _count_hits(counters: DecodeCounters, emitted: list[int], proposals: Proposals) -> None:

@@ -19,7 +19,8 @@ from backends.cost.persistence import CostKeeping
 from backends.cost.probe import MEASURE_S, CostProbe
 from backends.cost.step_cost import StepCost
 from backends.cost.stores import CostStore
-from backends.engine.core import EngineConfig, EngineCore, Observer
+from backends.engine.config import EngineConfig
+from backends.engine.core import EngineCore, Observer
 from backends.engine.thread import Engine
 from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.models.hub import settle_for_the_cache
@@ -187,11 +188,12 @@ def build_core(
     options: EngineOptions,
     *,
     cost: StepCost | None = None,
+    calibration: Calibration | None = None,
     observer: Observer | None = None,
     cost_stores: Sequence[CostStore] = (),
 ) -> LoadedCore:
     """An engine core around a loaded transformers model. ``cost`` None: one that ``cost_stores`` keep for this model on
-    this device, or measured here."""
+    this device, or measured here. ``calibration`` None: one that starts with what they keep."""
     model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
     positions: int = model.config.get_text_config().max_position_embeddings
     longest = min(options.max_model_len or positions, positions)
@@ -228,8 +230,17 @@ def build_core(
         heads_stale=None if heads is None else heads.stale,
     )
     gate = DraftGate(cost, () if heads is None else heads.accuracies)
-    core = EngineCore(runner, bound, tokenizer, engine_config, cost, time.monotonic, observer, gate)
-    core.calibration = Calibration(start=factors)
+    core = EngineCore(
+        runner,
+        bound,
+        tokenizer,
+        engine_config,
+        cost,
+        time.monotonic,
+        observer,
+        gate,
+        calibration or Calibration(start=factors),
+    )
     return LoadedCore(core, tokenizer, info, keeping)
 
 

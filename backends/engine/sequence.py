@@ -8,6 +8,7 @@ from enum import Enum, auto
 import numpy as np
 import torch
 
+from backends.engine.counters import RequestCounts
 from backends.engine.deadline import Behind, Pace, behind
 from backends.engine.text_stream import TextStream
 from backends.models.detokenizer import Detokenizer
@@ -16,7 +17,7 @@ from backends.runners.base import Proposals
 from backends.sampling.sampler import LogitProcessor
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
-from backends.speculation.undrafted import Undrafted, Why
+from backends.speculation.undrafted import Undrafted
 from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
 
 
@@ -28,26 +29,10 @@ class SequenceStatus(Enum):
 
 
 @dataclass(slots=True)
-class Counts:
-    """Raw counts behind :class:`backends.types.GenerationStats`."""
-
-    steps: int = 0
-    medusa_steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    lookup_accepted: int = 0
-    most_nodes: int = 0
-    vanilla_ms: float = 0.0
-    spent_ms: float = 0.0
-
-
-@dataclass(slots=True)
 class Sequence:
-    """``tokens``: prompt and answer. Keys and values are in the cache for the first ``computed`` of them.
+    """``tokens``: prompt and answer. Keys and values are in the cache for the first ``num_computed_tokens`` of them.
 
-    While decoding that is all but the last, the *pending* token. ``unasked``: why it has no ``proposals``, and
-    ``gate_speedup`` what the gate said then.
-    """
+    While decoding that is all but the last, the *pending* token."""
 
     request: GenerationRequest
     tokenizer: HfTokenizer
@@ -55,18 +40,16 @@ class Sequence:
     arrived: float
     status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(init=False)
-    computed: int = 0
+    num_computed_tokens: int = 0
     pages: list[int] = field(default_factory=list)
     proposals: Proposals | None = None
     processor: LogitProcessor | None = None
     speculation: Speculation = field(init=False)
     lookup: Lookup | None = None
     undrafted: Undrafted = field(default_factory=Undrafted)
-    unasked: str = Why.NOTHING
-    gate_speedup: float = 0.0
     detokenizer: Detokenizer = field(init=False)
     text: TextStream = field(init=False)
-    counts: Counts = field(default_factory=Counts)
+    counts: RequestCounts = field(default_factory=RequestCounts)
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     error: str | None = None
@@ -151,7 +134,7 @@ class Sequence:
         """What drafting has measured in this request, by the cost table; 1 without any."""
         return self.counts.vanilla_ms / self.counts.spent_ms if self.counts.spent_ms else 1.0
 
-    def hurry(self, now: float) -> None:
+    def update_deadline(self, now: float) -> None:
         """Draft no more from this step on if the deadline asks for it, see :func:`backends.engine.deadline.behind`."""
         deadline_s = self.request.deadline_s
         if deadline_s is None or self.first_token_at is None or self.behind_at is not None:
@@ -172,8 +155,9 @@ class Sequence:
             self.behind_at = now
             self.speculation.enabled, self.proposals, self.lookup = False, None, None
 
-    def stamp(self, now: float) -> None:
-        """Remember when things happened; called at the end of a step that this sequence had a part in."""
+    def mark_time(self, now: float) -> None:
+        """Count a step that this sequence got tokens from, and remember when things happened; called at its end."""
+        self.counts.steps += 1
         if self.first_token_at is None:
             self.first_token_at = now
         if self.finish_reason is not None:

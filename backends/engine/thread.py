@@ -123,10 +123,10 @@ class Engine:
         return self._load
 
     def take_counters(self) -> dict[str, DecodeCounters]:
-        return self._core.counters.take()
+        return self._core.accounting.counters.take()
 
     def take_steps(self) -> list[StepSample]:
-        samples = self._core.samples
+        samples = self._core.accounting.samples
         return [samples.popleft() for _ in range(len(samples))]
 
     def optional_failures(self) -> dict[str, int]:
@@ -134,7 +134,7 @@ class Engine:
         return self._core.optional.failures()
 
     def keep_cost(self) -> bool:
-        return self._keeping is not None and self._keeping.refine(self._core.calibration.learned())
+        return self._keeping is not None and self._keeping.refine(self._core.accounting.calibration.learned())
 
     def close(self) -> None:
         with self._inbox.changed:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from backends.engine.core import EngineConfig, EngineCore
+from backends.engine.config import EngineConfig
+from backends.engine.core import EngineCore
 from backends.engine.loading import LoadedCore
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.base import HeadsRunner, ProposalRequest, Proposals

@@ -15,11 +15,8 @@ from backends.heads.expansion import LEAST_SURVIVAL
 from backends.heads.module import MedusaHeads
 from backends.heads.residual import ResidualHeads
 from backends.runners.batch import StepBatch
+from backends.sampling.rows import RowSampler
 from backends.tree import CandidateTree
-
-# What argmax and sample answer for a row from which no token can be drawn: something in it is NaN or +inf, or all is
-# -inf. Only a broken model says such things; the engine ends that request.
-NO_TOKEN = -1
 
 
 class Proposals:
@@ -117,18 +114,7 @@ def best_tokens(
     return ids if draft_ids is None else draft_ids[ids], probabilities.cpu().numpy()
 
 
-@dataclass(frozen=True, slots=True)
-class RowSampling:
-    """Sampling parameters of rows to draw, as arrays of one value per row. ``uniform`` in [0, 1)."""
-
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int32]
-    top_p: NDArray[np.float32]
-    min_p: NDArray[np.float32]
-    uniform: NDArray[np.float64]
-
-
-class ModelRunner(Protocol):
+class ModelRunner(RowSampler, Protocol):
     """A model with its KV pool of ``num_pages`` pages and, after them, ``scratch_slots`` slots for candidate nodes.
 
     Every method's result for one row is bitwise the same whatever other rows are in the call.
@@ -161,15 +147,6 @@ class ModelRunner(Protocol):
 
     def copy_slots(self, source: list[int], target: list[int]) -> None:
         """Copy keys and values between slots in every layer."""
-        ...
-
-    def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        """Lowest index of the maximum of each named row of [R, V]; :data:`NO_TOKEN` where that is not finite."""
-        ...
-
-    def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
-        """One token drawn from each named row after temperature, top-k, top-p and min-p, in that order;
-        :data:`NO_TOKEN` where the highest logit is not finite."""
         ...
 
     def embed(self, token_ids: list[int]) -> torch.Tensor:

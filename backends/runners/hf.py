@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from backends.heads.module import MedusaHeads
 from backends.heads.residual import ResidualHeads
 from backends.runners.architectures import UnsupportedModel, check_attention, check_interface, refusal
-from backends.runners.base import HeadsRunner, RowSampling
+from backends.runners.base import HeadsRunner
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.paged_attention import (
     ATTENTION_NAME,
@@ -30,6 +30,7 @@ from backends.runners.paged_attention import (
 )
 from backends.runners.row_padding import ROW_MULTIPLE, pad_rows, padding_of
 from backends.runners.torch_heads import heads_in_torch
+from backends.sampling.rows import RowSampling
 from backends.sampling.torch_sampler import best_rows, draw_rows
 
 _PROBE_TOKENS = 24

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from backends.runners.base import ModelRunner, RowSampling
+from backends.sampling.rows import RowSampler, RowSampling
 from backends.sampling.splitmix import splitmix64
 from backends.types import SamplingParams
 
@@ -86,7 +86,7 @@ class Visit:
     ahead: SequenceOf[int]
 
 
-def draw_tokens(runner: ModelRunner, logits: torch.Tensor, visits: SequenceOf[Visit]) -> list[int]:
+def draw_tokens(runner: RowSampler, logits: torch.Tensor, visits: SequenceOf[Visit]) -> list[int]:
     """One token for each visit from ``logits`` [R, V]; a row's token depends on that row and its visit only."""
     if all(visit.params.greedy and visit.processor is None for visit in visits):
         return runner.argmax(logits, [visit.row for visit in visits])
@@ -108,7 +108,7 @@ def draw_tokens(runner: ModelRunner, logits: torch.Tensor, visits: SequenceOf[Vi
     return tokens
 
 
-def _draw(runner: ModelRunner, logits: torch.Tensor, visits: SequenceOf[Visit]) -> list[int]:
+def _draw(runner: RowSampler, logits: torch.Tensor, visits: SequenceOf[Visit]) -> list[int]:
     tokens = [0] * len(visits)
     greedy = [i for i, visit in enumerate(visits) if visit.params.greedy]
     drawn = [i for i, visit in enumerate(visits) if not visit.params.greedy]

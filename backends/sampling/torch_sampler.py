@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backends.runners.base import NO_TOKEN, RowSampling
+from backends.sampling.rows import NO_TOKEN, RowSampling
 
 
 def best_rows(logits: torch.Tensor) -> list[int]:

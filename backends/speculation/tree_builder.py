@@ -93,18 +93,19 @@ def plan_drafts(
     requests: dict[int, DraftRequest],
     *,
     sequences: int,
-    other_rows: int,
-    room: int,
+    num_prefill_rows: int,
+    node_budget: int,
     cost: StepCost,
-    soon: int = 0,
-    extra: float = 1.0,
+    num_prefilling: int = 0,
+    row_cost_factor: float = 1.0,
 ) -> dict[int, Draft]:
     """Nodes for every sequence in ``requests`` (keys are the caller's).
 
-    ``sequences`` decode in this step, ``other_rows`` are prompt rows beside them, ``room`` is how many node rows the
-    step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput. ``soon``
-    more will decode when their prompts are read: what a token is worth is the time it will save among all of them.
-    ``extra``: what a node's row takes, over what ``cost`` says (:meth:`backends.cost.calibration.Calibration.extra`).
+    ``sequences`` decode in this step, with ``num_prefill_rows`` rows of prompts beside them; ``node_budget``: node rows
+    that the step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput.
+    ``num_prefilling`` more sequences will decode when their prompts are read: what a token is worth is the time it
+    will save among all of them. ``row_cost_factor``: measured time of one more row / what ``cost`` says of it, see
+    :meth:`backends.cost.calibration.Calibration.row_cost_factor`.
     """
     drafts: dict[int, Draft] = {}
     if not requests:
@@ -114,12 +115,14 @@ def plan_drafts(
         if request.tree is None:
             planned[key] = request
         else:
-            drafts[key] = draft_from_tree(request, min(room, request.max_nodes))
-            room -= len(drafts[key].tokens)
+            drafts[key] = draft_from_tree(request, min(node_budget, request.max_nodes))
+            node_budget -= len(drafts[key].tokens)
     nodes = sum(len(draft.tokens) for draft in drafts.values())
-    base_tokens = sequences + soon + sum(draft.expected for draft in drafts.values())
-    base_ms = cost.decode_ms(sequences + soon, nodes, other_rows)
-    order = _best_first(planned, base_tokens, room, cost, base_ms, sequences + other_rows + nodes, extra)
+    base_tokens = sequences + num_prefilling + sum(draft.expected for draft in drafts.values())
+    base_ms = cost.decode_ms(sequences + num_prefilling, nodes, num_prefill_rows)
+    order = _best_first(
+        planned, base_tokens, node_budget, cost, base_ms, sequences + num_prefill_rows + nodes, row_cost_factor
+    )
     for key in planned:
         drafts[key] = Draft()
     for node in order:
@@ -143,7 +146,9 @@ _BEST_OF_LIST = 0.6
 _MOST_SURVIVAL = 0.9
 
 
-def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, extra: float, num_heads: int) -> float:
+def min_survival(
+    cost: StepCost, *, sequences: int, rows: int, tokens: float, row_cost_factor: float, num_heads: int
+) -> float:
     """How likely a guess must be for a list of guesses below it to pay, for heads that make lists one after the other.
 
     Of a step like the last one, with ``rows`` rows and ``tokens`` expected from it: the best guess of the list would
@@ -152,18 +157,18 @@ def least_survival(cost: StepCost, *, sequences: int, rows: int, tokens: float, 
     """
     step_ms = cost.forward_ms(rows) + cost.heads_ms(sequences)
     list_ms = cost.heads_ms(sequences) / (num_heads * sequences)
-    least = tokens / step_ms * (_row_ms(cost, rows) * extra + list_ms) / _BEST_OF_LIST
-    return min(max(least, LEAST_SURVIVAL), _MOST_SURVIVAL)
+    needed = tokens / step_ms * (_row_ms(cost, rows) * row_cost_factor + list_ms) / _BEST_OF_LIST
+    return min(max(needed, LEAST_SURVIVAL), _MOST_SURVIVAL)
 
 
-def lookup_pays(cost: StepCost, *, sequences: int, extra: float) -> bool:
+def lookup_pays(cost: StepCost, *, sequences: int, row_cost_factor: float) -> bool:
     """Whether looked-up tokens can be worth their rows in a batch of this size; if not, nor is finding them."""
-    return row_price(cost, sequences=sequences, extra=extra) <= _MOST_PRICE_OF_LOOKUP
+    return row_price(cost, sequences=sequences, row_cost_factor=row_cost_factor) <= _MOST_PRICE_OF_LOOKUP
 
 
-def row_price(cost: StepCost, *, sequences: int, extra: float) -> float:
+def row_price(cost: StepCost, *, sequences: int, row_cost_factor: float) -> float:
     """How many tokens a vanilla step of this batch brings in the time that one more row takes."""
-    return sequences / cost.forward_ms(sequences) * _row_ms(cost, sequences) * extra
+    return sequences / cost.forward_ms(sequences) * _row_ms(cost, sequences) * row_cost_factor
 
 
 def _row_ms(cost: StepCost, rows: int) -> float:
@@ -266,11 +271,11 @@ _GIVE_UP = 0.93
 def _best_first(
     requests: dict[int, DraftRequest],
     base_tokens: float,
-    room: int,
+    node_budget: int,
     cost: StepCost,
     base_ms: float,
     base_rows: int,
-    extra: float,
+    row_cost_factor: float,
 ) -> list[_Node]:
     """The nodes that maximise tokens per millisecond, each after its parent and its better siblings.
 
@@ -295,7 +300,7 @@ def _best_first(
     forward_ms, base_forward_ms = cost.forward_ms, cost.forward_ms(base_rows)
     tokens, serial = base_tokens, 0
     best_ratio, best_count = tokens / base_ms, 0
-    while heap and len(order) < room:
+    while heap and len(order) < node_budget:
         negative, depth, key, _, index, rank, parent_row, above = heappop(heap)
         found = lists.get(key)
         if found is None:
@@ -305,7 +310,7 @@ def _best_first(
         survival, (siblings, probabilities, below) = -negative, found.guesses(index)
         order.append(_Node(key, siblings[rank], parent_row, survival, found.from_lookup(index, siblings[rank])))
         tokens += survival
-        ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * extra)
+        ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * row_cost_factor)
         if ratio > best_ratio:
             best_ratio, best_count = ratio, len(order)
         elif ratio < best_ratio * _GIVE_UP:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from backends.cost.step_cost import StepCost
 from backends.speculation.tree_builder import DraftRequest, row_price
-
-if TYPE_CHECKING:
-    from backends.engine.sequence import Sequence
 
 
 class Why:
@@ -29,8 +25,13 @@ class Why:
 
 @dataclass(slots=True)
 class Undrafted:
-    """The record of one request. ``price``, ``chance``, ``speedup``: sums of what a reason quotes."""
+    """The record of one request. ``price``, ``chance``, ``speedup``: sums of what a reason quotes.
 
+    ``unasked``: why the heads have made no guesses for the next step; ``gate_speedup``: what the batch gate said then.
+    """
+
+    unasked: str = Why.NOTHING
+    gate_speedup: float = 0.0
     steps: Counter[str] = field(default_factory=Counter)
     price: float = 0.0
     chance: float = 0.0
@@ -43,6 +44,25 @@ class Undrafted:
         self.chance += chance
         self.speedup += speedup
 
+    def note_step(
+        self, request: DraftRequest | None, *, remaining: int, cost: StepCost, sequences: int, row_cost_factor: float
+    ) -> None:
+        """A step of ``sequences`` decoding sequences in which this one was to draft and had no candidate.
+
+        ``request``: what it might have drafted. ``remaining``: tokens that it may still emit.
+        """
+        if remaining <= 1:
+            self.note(Why.LAST)
+        elif request is None:
+            self.note(self.unasked, speedup=self.gate_speedup if self.unasked is Why.GATE else 0.0)
+        elif request.tree is not None:
+            self.note(Why.ROOM)
+        elif request.max_nodes <= 0:
+            self.note(Why.PLAN)
+        else:
+            price = row_price(cost, sequences=sequences, row_cost_factor=row_cost_factor)
+            self.note(Why.PRICE, price=price, chance=request.best_chance)
+
     def reason(self, decode_steps: int) -> str | None:
         """The commonest reason with its averages; None where most of the steps did have candidates."""
         undrafted = self.steps.total()
@@ -52,20 +72,3 @@ class Undrafted:
         because = why.format(price=self.price / times, chance=self.chance / times, speedup=self.speedup / times)
         how_often = f"all {undrafted}" if undrafted >= decode_steps else f"{undrafted} of {decode_steps}"
         return f"no candidates in {how_often} steps, mostly because {because}"
-
-
-def note_undrafted(
-    sequence: Sequence, request: DraftRequest | None, cost: StepCost, sequences: int, extra: float
-) -> None:
-    """Note why a sequence that was to draft has no candidate in a step. ``request``: what it might have drafted."""
-    note = sequence.undrafted.note
-    if sequence.remaining <= 1:
-        note(Why.LAST)
-    elif request is None:
-        note(sequence.unasked, speedup=sequence.gate_speedup if sequence.unasked is Why.GATE else 0.0)
-    elif request.tree is not None:
-        note(Why.ROOM)
-    elif request.max_nodes <= 0:
-        note(Why.PLAN)
-    else:
-        note(Why.PRICE, price=row_price(cost, sequences=sequences, extra=extra), chance=request.best_chance)

@@ -84,7 +84,7 @@ def verify(runner: ModelRunner, logits: torch.Tensor, candidates: SequenceOf[Can
 
 def count_sound(results: SequenceOf[AcceptResult], vocabulary: int) -> list[int]:
     """How many tokens of each result may be used: those before the first that is none, for the row that it was drawn
-    from is broken (:data:`backends.runners.base.NO_TOKEN`)."""
+    from is broken (:data:`backends.sampling.rows.NO_TOKEN`)."""
     return [
         next((i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary), len(result.tokens))
         for result in results

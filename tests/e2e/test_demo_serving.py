@@ -121,8 +121,7 @@ def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
     with torch.inference_mode():
         expected = parts.model.generate(torch.tensor([ids]), max_new_tokens=32, do_sample=False)[0, len(ids) :].tolist()
     cost = StepCost(rows=((1, 10.0), (4, 11.0), (16, 14.0), (64, 30.0)), heads=((1, 1.0),))
-    loaded = build_core(parts, options, cost=cost)
-    loaded.core.calibration = Calibration(enabled=False)
+    loaded = build_core(parts, options, cost=cost, calibration=Calibration(enabled=False))
     request = GenerationRequest("one", tuple(ids), SamplingParams(temperature=0.0, max_tokens=32), DecodingPlan())
     loaded.core.add(request)
     chunks: list[TokenChunk] = []

@@ -15,7 +15,8 @@ import torch
 from hypothesis import settings
 
 from backends.cost.step_cost import StepCost
-from backends.engine.core import EngineConfig, EngineCore, Observer
+from backends.engine.config import EngineConfig
+from backends.engine.core import EngineCore, Observer
 from backends.models.tiny import tiny_tokenizer
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.base import HeadsRunner, ModelRunner, ProposalRequest, Proposals
@@ -23,6 +24,7 @@ from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.hf import HfRunner
 from backends.runners.native.bindings import NativeUnavailable, load_library
 from backends.runners.native.runner import NativeRunner
+from backends.speculation.batch_gate import DraftGate
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, FinishReason, GenerationRequest, PositionLogprobs, SamplingParams, TokenChunk
 
@@ -226,6 +228,7 @@ def make_core(
     clock: Callable[[], float] = lambda: 0.0,
     tok: HfTokenizer | None = None,
     cost: StepCost = FLAT_COST,
+    gate: DraftGate | None = None,
     **config: Any,
 ) -> EngineCore:
     settings = {
@@ -238,7 +241,7 @@ def make_core(
         **config,
     }
     return EngineCore(
-        runner or any_runner(), heads, tok or tokenizer(), EngineConfig(**settings), cost, clock, observer
+        runner or any_runner(), heads, tok or tokenizer(), EngineConfig(**settings), cost, clock, observer, gate
     )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from backends.heads.module import MedusaHeads
 from backends.heads.residual import ResidualHeads
-from backends.runners.base import HeadsRunner, RowSampling
+from backends.runners.base import HeadsRunner
 from backends.runners.batch import ARRAYS, PAGE_SIZE, StepBatch
 from backends.runners.cpu_cores import usable_cores
 from backends.runners.native import bindings as lib
@@ -24,6 +24,7 @@ from backends.runners.native.checked import address_of, matrix_of, refuse, value
 from backends.runners.native.heads import NativeHeads, why_not_in_kernels
 from backends.runners.native.packing import LANES, pack
 from backends.runners.torch_heads import heads_in_torch
+from backends.sampling.rows import RowSampling
 
 log = logging.getLogger(__name__)
 

@@ -337,9 +337,15 @@ def _core_with(vanilla: EngineCore, heads: LoadedHeads, cost: StepCost | None) -
 
 def _at_its_word(core: EngineCore) -> EngineCore:
     """The same engine, which believes its cost table whatever the clock says."""
-    priced = EngineCore(core.runner, core.heads, core.tokenizer, core.config, core.cost, time.monotonic)
-    priced.calibration = Calibration(enabled=False)
-    return priced
+    return EngineCore(
+        core.runner,
+        core.heads,
+        core.tokenizer,
+        core.config,
+        core.cost,
+        time.monotonic,
+        calibration=Calibration(enabled=False),
+    )
 
 
 def _decode(

@@ -59,7 +59,7 @@ def test_a_stalled_step_and_a_standing_clock_move_nothing() -> None:
 
 def test_rows_cost_what_makes_up_for_the_steps_they_are_in() -> None:
     calibration = Calibration()
-    assert calibration.extra(4) == 1.0
+    assert calibration.row_cost_factor(4) == 1.0
     for _ in range(20):
         for drafting in [True] * 9 + [False]:
             calibration.observe(
@@ -69,7 +69,7 @@ def test_rows_cost_what_makes_up_for_the_steps_they_are_in() -> None:
                 measured_ms=14.0 if drafting else 10.0,
                 vanilla_ms=10.0,
             )
-    assert calibration.extra(4) == pytest.approx(2.0), "four milliseconds where the table has two"
+    assert calibration.row_cost_factor(4) == pytest.approx(2.0), "four milliseconds where the table has two"
 
 
 def test_the_price_of_a_row_is_told_by_steps_with_more_and_with_fewer() -> None:
@@ -80,7 +80,7 @@ def test_the_price_of_a_row_is_told_by_steps_with_more_and_with_fewer() -> None:
         mood = 10.0 if step < 30 else 14.0
         measured = 400.0 if step == 40 else mood + 0.6 * nodes
         calibration.observe(4, drafting=True, predicted_ms=11.0 + 0.3 * nodes, measured_ms=measured, vanilla_ms=10.0)
-    assert calibration.extra(4) == pytest.approx(2.0, abs=0.4)
+    assert calibration.row_cost_factor(4) == pytest.approx(2.0, abs=0.4)
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.booleans(), st.floats(0, 1e4), st.floats(0, 1e6)), max_size=50))

@@ -339,7 +339,7 @@ def test_an_engine_starts_warm_and_hands_on_what_it_learns(
     parts = [loading.load_parts(options) for _ in range(3)]
     cold = loading.build_core(parts[0], options, cost_stores=[store])
     for step in range(250):
-        cold.core.calibration.observe(
+        cold.core.accounting.calibration.observe(
             1, drafting=step % 2 == 0, predicted_ms=1.0, measured_ms=1.0 + 0.3 * (step % 2 == 0)
         )
     engine = loading.Engine(cold.core, cold.info, keeping=cold.keeping)
@@ -349,7 +349,7 @@ def test_an_engine_starts_warm_and_hands_on_what_it_learns(
     warm = loading.build_core(parts[1], options, cost_stores=[store])
     assert (probes[1].measured, probes[1].checked) == (0, 1)
     assert warm.core.cost == TABLE
-    assert warm.core.calibration.factor(1) == pytest.approx(1.3)
+    assert warm.core.accounting.calibration.factor(1) == pytest.approx(1.3)
     assert "taken over" in caplog.text
 
     other = replace(options, threads=2)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.runners.base import NO_TOKEN, ModelRunner, Proposals, best_guesses
+from backends.runners.base import ModelRunner, Proposals, best_guesses
+from backends.sampling.rows import NO_TOKEN
 from backends.speculation.tree_builder import Draft
 from backends.speculation.verify import Candidate, verify
 from backends.types import DecodingPlan, SamplingParams

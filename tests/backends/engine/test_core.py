@@ -592,8 +592,8 @@ class TestCounters:
             core.add(each)
         while core.has_work:
             recorder.take(core.step())
-        counters = core.counters.take()["tests"]
-        assert core.counters.take() == {}
+        counters = core.accounting.counters.take()["tests"]
+        assert core.accounting.counters.take() == {}
         stats = [recorder[each.request_id].last.stats for each in requests]
         assert counters.drafted_tokens == sum(each.drafted_tokens for each in stats if each)
         assert counters.accepted_tokens == sum(each.accepted_draft_tokens for each in stats if each)

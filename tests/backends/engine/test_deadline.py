@@ -71,8 +71,8 @@ def run(
     """One request of 60 tokens whose every step takes 10 ms, with dear heads that are right about ``answers`` only."""
     now = [0.0]
     heads, recorder = ScriptedHeads(answers, hit_rate=1.0), Recorder()
-    core = make_core(heads=heads, cost=DEAR, clock=lambda: now[0], observer=recorder.observe)
-    core.gate = DraftGate(DEAR, ((0.9,), (0.8,), (0.7,)))
+    gate = DraftGate(DEAR, ((0.9,), (0.8,), (0.7,)))
+    core = make_core(heads=heads, cost=DEAR, clock=lambda: now[0], observer=recorder.observe, gate=gate)
     core.add(request("r", PROMPT, plan, deadline_s=deadline_s, max_tokens=60, ignore_eos=True))
     while core.has_work:
         recorder.take(core.step())

@@ -20,13 +20,14 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine import core as engine_core
+from backends.engine import drafting
 from backends.engine.core import EngineCore
 from backends.engine.kv_cache import IntegrityError
 from backends.engine.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
 from backends.engine.sequence import Sequence
 from backends.engine.thread import Engine
-from backends.runners.base import ProposalRequest, Proposals, RowSampling
+from backends.runners.base import ProposalRequest, Proposals
+from backends.sampling.rows import RowSampling
 from backends.sampling.torch_sampler import draw_rows
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
@@ -113,18 +114,18 @@ BREAKS: dict[str, tuple[str, Break]] = {
     "heads": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", raising)),
     "heads give junk": ("planning", lambda core, patch: patch.setattr(core.heads, "propose", junk)),
     "heads give too little": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", lambda _: [])),
-    "gate": ("heads", lambda core, patch: patch.setattr(core.gate, "allows", raising)),
-    "gate's memory": ("judging", lambda core, patch: patch.setattr(core.gate, "observe", raising)),
-    "judge": ("judging", lambda core, patch: patch.setattr(core, "_judge", raising)),
+    "gate": ("heads", lambda core, patch: patch.setattr(core.accounting.gate, "allows", raising)),
+    "gate's memory": ("judging", lambda core, patch: patch.setattr(core.accounting.gate, "observe", raising)),
+    "judge": ("judging", lambda core, patch: patch.setattr(core.accounting, "_judge", raising)),
     "a sequence's record": ("judging", lambda core, patch: patch.setattr(Speculation, "observe", raising)),
-    "count": ("counting", lambda core, patch: patch.setattr(core, "_count", raising)),
-    "counters": ("counting", lambda core, patch: patch.setattr(core.counters, "add_step", raising)),
-    "samples": ("counting", lambda core, patch: patch.setattr(core, "samples", Raises())),
-    "calibration": ("planning", lambda core, patch: patch.setattr(core, "calibration", Raises())),
-    "planning": ("planning", lambda core, patch: patch.setattr(engine_core, "plan_drafts", raising)),
+    "count": ("counting", lambda core, patch: patch.setattr(core.accounting, "_count", raising)),
+    "counters": ("counting", lambda core, patch: patch.setattr(core.accounting.counters, "add_step", raising)),
+    "samples": ("counting", lambda core, patch: patch.setattr(core.accounting, "samples", Raises())),
+    "calibration": ("planning", lambda core, patch: patch.setattr(core.accounting, "calibration", Raises())),
+    "planning": ("planning", lambda core, patch: patch.setattr(drafting, "plan_drafts", raising)),
     "lookup": ("lookup", lambda core, patch: patch.setattr(Lookup, "find", raising)),
     "index": ("lookup", lambda core, patch: patch.setattr(Lookup, "index", raising)),
-    "deadlines": ("pace", lambda core, patch: patch.setattr(Sequence, "hurry", raising)),
+    "deadlines": ("pace", lambda core, patch: patch.setattr(Sequence, "update_deadline", raising)),
 }
 
 
@@ -223,13 +224,13 @@ def test_a_wide_tree_beside_narrow_ones_breaks_no_book(reference: Recorder) -> N
     assert sum(core.optional.failures().values()) == 0
     for each in (REQUESTS[1], wide):
         assert recorder[each.request_id].sent_ids == reference[each.request_id].tokens
-    counters = core.counters.take()["tests"]
+    counters = core.accounting.counters.take()["tests"]
     assert len(counters.hits[0]) == 32 and counters.hits[0][31] > 0
 
 
 def test_no_draft_is_deeper_than_the_kernels_can_hold(reference: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     planned: list[Any] = []
-    monkeypatch.setattr(engine_core, "plan_drafts", lambda requests, **_: (planned.extend(requests.values()), {})[1])
+    monkeypatch.setattr(drafting, "plan_drafts", lambda requests, **_: (planned.extend(requests.values()), {})[1])
     core = make_core(heads=heads_of(reference, num_heads=30))
     core.add(
         replace(REQUESTS[1], plan=DecodingPlan(num_heads=30), sampling=replace(REQUESTS[1].sampling, max_tokens=60))

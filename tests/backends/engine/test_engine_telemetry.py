@@ -62,24 +62,24 @@ def test_steps_are_told_by_kind_with_rows_and_times() -> None:
     core.add(request("r", PROMPT, plan, ignore_eos=True))
     core.step()
     core.step()
-    prefill, verification = core.samples
+    prefill, verification = core.accounting.samples
     assert (prefill.kind, prefill.rows) == ("prefill", len(PROMPT))
     assert (verification.kind, verification.rows) == ("verification", 1 + 4)
     assert verification.seconds > 0
     assert verification.vanilla_s == core.cost.forward_ms(1) / 1e3
     core.abort("r")
-    core.samples.clear()
+    core.accounting.samples.clear()
     core.add(request("plain", PROMPT, max_tokens=3, ignore_eos=True))
     while core.has_work:
         core.step()
-    assert [sample.kind for sample in core.samples] == ["prefill", "vanilla", "vanilla"]
+    assert [sample.kind for sample in core.accounting.samples] == ["prefill", "vanilla", "vanilla"]
 
 
 def test_pauses_of_a_sequence_have_their_times() -> None:
     """Heads that are dear and always wrong, of which the best was expected: each pause of drafting is told."""
     dear = StepCost(rows=((1, 1.0), (64, 1.5)), heads=((1, 0.5),))
-    core = make_core(heads=ScriptedHeads({}, hit_rate=0.0), cost=dear, clock=Ticking())
-    core.gate = DraftGate(dear, ((0.9,), (0.8,), (0.7,)))
+    gate = DraftGate(dear, ((0.9,), (0.8,), (0.7,)))
+    core = make_core(heads=ScriptedHeads({}, hit_rate=0.0), cost=dear, clock=Ticking(), gate=gate)
     recorder = Recorder()
     core.add(request("r", PROMPT, DecodingPlan(num_heads=4), max_tokens=60, ignore_eos=True))
     while core.has_work:
@@ -97,8 +97,7 @@ def test_a_probe_asks_the_heads_though_the_gate_is_closed() -> None:
     asked = {}
     for probe in (False, True):
         heads = ScriptedHeads({})
-        core = make_core(heads=heads, cost=dear, clock=Ticking())
-        core.gate = DraftGate(dear, ((0.01,), (0.01,)))
+        core = make_core(heads=heads, cost=dear, clock=Ticking(), gate=DraftGate(dear, ((0.01,), (0.01,))))
         core.add(
             request("r", PROMPT, DecodingPlan(num_heads=2, lookup=False, probe=probe), max_tokens=8, ignore_eos=True)
         )

@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from backends.heads.module import MedusaHeads
-from backends.runners.base import ModelRunner, ProposalRequest, RowSampling
+from backends.runners.base import ModelRunner, ProposalRequest
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
 from backends.runners.native.bindings import NativeUnavailable, load_library
 from backends.runners.native.runner import NativeRunner, unsupported_reason
+from backends.sampling.rows import RowSampling
 from backends.tree import MAX_DEPTH, CandidateTree
 from tests.support.engine_helpers import (
     ARCHITECTURES,

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from backends.runners.base import NO_TOKEN, ModelRunner, RowSampling
+from backends.runners.base import ModelRunner
+from backends.sampling.rows import NO_TOKEN, RowSampling
 from backends.sampling.sampler import LogitProcessor, Visit, draw_tokens, keyed_uniform
 from backends.sampling.torch_sampler import draw_rows
 from backends.types import SamplingParams

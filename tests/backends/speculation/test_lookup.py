@@ -17,7 +17,7 @@ DEAR = StepCost.from_measurements([(1, 10.0), (2, 18.0), (64, 600.0)])
 
 
 def plan(request: DraftRequest, cost: StepCost = CHEAP) -> Draft:
-    return plan_drafts({0: request}, sequences=1, other_rows=0, room=32, cost=cost)[0]
+    return plan_drafts({0: request}, sequences=1, num_prefill_rows=0, node_budget=32, cost=cost)[0]
 
 
 def ordered_paths(draft: Draft) -> list[tuple[int, ...]]:

@@ -30,9 +30,7 @@ def told(core: Any, plan: DecodingPlan = AUTO, max_tokens: int = 12, **more: Any
 
 
 def gated(cost: StepCost, hit: float) -> Any:
-    core = make_core(heads=ScriptedHeads({}), cost=cost)
-    core.gate = DraftGate(cost, ((hit,), (hit,)))
-    return core
+    return make_core(heads=ScriptedHeads({}), cost=cost, gate=DraftGate(cost, ((hit,), (hit,))))
 
 
 def test_rows_that_are_too_dear() -> None:
