@@ -63,16 +63,15 @@ class StepAccounting:
         self, scheduled: SequenceOf[ScheduledSequence], num_decoding: int, num_nodes: int, num_prefill_rows: int
     ) -> StepPrice:
         heads_ms = self._heads_ms([item.proposals for item in scheduled if item.proposals is not None])
+        vanilla_ms = self._cost.decode_ms(num_decoding, 0, num_prefill_rows)
+        if not num_nodes:
+            return StepPrice(vanilla_ms + heads_ms, vanilla_ms, vanilla_ms + heads_ms)
+        planned_ms = self._cost.decode_ms(num_decoding, num_nodes, num_prefill_rows) + heads_ms
         looked_up = sum([len(item.draft.from_lookup) for item in scheduled])
-
-        def decode_ms(nodes: int) -> float:
-            return self._cost.decode_ms(num_decoding, nodes, num_prefill_rows)
-
-        return StepPrice(
-            planned_ms=decode_ms(num_nodes) + heads_ms,
-            vanilla_ms=decode_ms(0),
-            heads_only_ms=decode_ms(num_nodes - looked_up) + heads_ms,
-        )
+        if not looked_up:
+            return StepPrice(planned_ms, vanilla_ms, heads_only_ms=planned_ms)
+        heads_only_ms = self._cost.decode_ms(num_decoding, num_nodes - looked_up, num_prefill_rows) + heads_ms
+        return StepPrice(planned_ms, vanilla_ms, heads_only_ms)
 
     def _heads_ms(self, proposals: list[Proposals]) -> float:
         """What the heads that made these cost by the table."""
@@ -110,7 +109,8 @@ class StepAccounting:
         measured_ms = (ended - began) * 1e3
         with_drafts = price.planned_ms > price.vanilla_ms
         spent_ms = price.planned_ms * self.calibration.factor(size) if with_drafts else price.planned_ms
-        table_ms = self._cost.forward_ms(plan.batch.rows) + heads_ms
+        forward_ms = self._cost.forward_ms(plan.batch.rows)
+        table_ms = forward_ms + heads_ms
         self._calibrate(plan, size, heads_ms, table_ms, measured_ms)
         # Beside prompts, the rest of the time went into them.
         decoding_ms = measured_ms
@@ -134,7 +134,7 @@ class StepAccounting:
             item.sequence.counts.add(step, times)
             self.counters.add_step(request.stats_key, step, times, control=request.plan.method == "vanilla")
         kind = "prefill" if plan.prefill_chunks else "verification" if plan.num_nodes else "vanilla"
-        without_ms = self._cost.forward_ms(plan.batch.rows - plan.num_nodes)
+        without_ms = self._cost.forward_ms(plan.batch.rows - plan.num_nodes) if plan.num_nodes else forward_ms
         self.samples.append(StepSample(kind, plan.batch.rows, ended - began, without_ms / 1e3))
 
     def _calibrate(self, plan: StepPlan, size: int, heads_ms: float, table_ms: float, measured_ms: float) -> None:

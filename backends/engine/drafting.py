@@ -21,7 +21,8 @@ from backends.speculation.tree_builder import Draft, DraftRequest, lookup_pays, 
 from backends.speculation.undrafted import Why
 from backends.tree import MAX_DEPTH
 
-_NO_DRAFT = Draft()
+# Shared by all that draft nothing: a draft is not changed once it is planned.
+NO_DRAFT = Draft()
 
 
 class DraftPlan(NamedTuple):
@@ -59,7 +60,7 @@ class DraftPlanner:
         plan = self._plan_if_possible(decoding, num_prefill_rows, num_prefilling)
         with self._optional.judging:
             for index, sequence in enumerate(decoding):
-                if not plan.drafts.get(index, _NO_DRAFT).tokens and sequence.speculation.enabled:
+                if not plan.drafts.get(index, NO_DRAFT).tokens and sequence.speculation.enabled:
                     sequence.undrafted.note_step(
                         plan.requests.get(index),
                         remaining=sequence.remaining,
@@ -127,6 +128,8 @@ class DraftPlanner:
 
     def _draft_request(self, sequence: Sequence, look_up: bool) -> DraftRequest | None:
         """None when there is nothing to draft from or no use for it."""
+        if sequence.proposals is None and (sequence.lookup is None or not look_up):
+            return None
         # A runner has room for paths of MAX_DEPTH candidates, whatever drafts them.
         plan, longest = sequence.request.plan, min(sequence.remaining - 1, MAX_DEPTH)
         lookup = self._look_up(sequence) if look_up and longest > 0 else None

@@ -6,14 +6,13 @@ from collections import deque
 
 from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
-from backends.engine.drafting import DraftPlanner
+from backends.engine.drafting import NO_DRAFT, DraftPlanner
 from backends.engine.kv_cache import PagePool
 from backends.engine.optional_parts import OptionalParts
 from backends.engine.prefill_share import share_rows
 from backends.engine.sequence import Sequence, SequenceStatus
 from backends.engine.step_plan import PrefillChunk, ScheduledSequence, StepPlan, StepPrice
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
-from backends.speculation.tree_builder import Draft
 from backends.types import EngineLoad
 
 
@@ -151,16 +150,16 @@ class Scheduler:
         )
         scheduled = []
         for index, sequence in enumerate(decoding):
-            request, draft = plan.requests.get(index), plan.drafts.get(index) or Draft()
+            request, draft = plan.requests.get(index), plan.drafts.get(index, NO_DRAFT)
             first_row, position = batch.outputs, len(sequence.tokens) - 1
             node_slots = batch.add_tree(sequence.pages, sequence.tokens[-1], position, draft.tokens, draft.parents)
             scheduled.append(
                 ScheduledSequence(
-                    sequence=sequence,
+                    sequence,
+                    draft,
+                    first_row,
+                    node_slots,
                     is_decoding=True,
-                    draft=draft,
-                    first_row=first_row,
-                    node_slots=node_slots,
                     proposals=sequence.proposals,
                     lookup=None if request is None else request.lookup,
                 )
@@ -175,10 +174,6 @@ class Scheduler:
             end = start + num_tokens
             is_last = end == sequence.prompt_length
             if is_last:
-                scheduled.append(
-                    ScheduledSequence(
-                        sequence=sequence, is_decoding=False, draft=Draft(), first_row=batch.outputs, node_slots=[]
-                    )
-                )
+                scheduled.append(ScheduledSequence(sequence, NO_DRAFT, batch.outputs, [], is_decoding=False))
             batch.add_chunk(sequence.pages, sequence.tokens[start:end], start, last_output=is_last)
         return scheduled

@@ -18,14 +18,14 @@ class ScheduledSequence:
     """A sequence from which this step draws tokens: it decodes, or its prompt ends in this step."""
 
     sequence: Sequence
-    # False: the last chunk of its prompt, whose last row gives the first token of the answer.
-    is_decoding: bool
     # Candidate nodes that are verified; empty: a vanilla step for this sequence.
     draft: Draft
     # Row of the step's outputs [O] that is the root's; node i of the draft is i + 1 rows behind it.
     first_row: int
     # Slots of the KV pool where the nodes' keys and values are put until they are accepted, one for each node.
     node_slots: list[int]
+    # False: the last chunk of its prompt, whose last row gives the first token of the answer.
+    is_decoding: bool
     # The heads' guesses at hand when the draft was planned; None: the heads were not asked.
     proposals: Proposals | None = None
     # What the text's own repetition offered to the draft; None: nothing, or it was not looked up.
@@ -52,9 +52,8 @@ class StepPrice(NamedTuple):
     heads_only_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """One step, as :class:`backends.engine.scheduler.Scheduler` has planned it."""
+class StepPlan(NamedTuple):
+    """One step, as :class:`backends.engine.scheduler.Scheduler` has planned it; not changed from then on."""
 
     # Sequences that get tokens: first the decoding ones, then those whose prompt ends, in the order of their outputs.
     scheduled: list[ScheduledSequence]
