@@ -66,7 +66,7 @@ class CostProbe:
         sizes = [size for size in ROWS if size <= self.runner.max_rows]
         forward, heads = Timings(self._forward, self._budget), self._heads_timings()
         # First every size once. Without those of one row and one sequence there is no table.
-        forward.turn(sizes[:1], anyway=True)
+        self._first(forward, sizes[:1])
         complete = self._heads_once(heads) and forward.turn(sizes[1:])
         for turn in range(_TURNS if complete else 0):
             done = True
@@ -93,11 +93,18 @@ class CostProbe:
         """Milliseconds at the few sizes by which a kept table is judged, in a fraction of the time."""
         sizes = [size for size in CHECKED_ROWS if size <= self.runner.max_rows]
         forward = Timings(self._forward, self._budget, share=_CHECK_SHARE)
-        forward.turn(sizes[:1], anyway=True)
+        self._first(forward, sizes[:1])
         if forward.turn(sizes[1:]):
             for _ in range(_CHECKS):
                 forward.turn(sizes, warm_up=_CHECKS)
         return medians(forward.times())
+
+    @staticmethod
+    def _first(forward: Timings, size: list[int]) -> None:
+        """The very first run touches new memory, and may take fifty times what the next does. So there is another, if
+        there is time: by it the others are expected."""
+        forward.turn(size, anyway=True)
+        forward.turn(size)
 
     def _heads_timings(self) -> Timings | None:
         heads, runner = self.heads, self.runner

@@ -118,6 +118,21 @@ def test_a_kept_table_that_does_not_hold_is_measured_again_within_the_same_time(
     assert bool(saved) == (step_s == 0.004), "what was cut short is not for others"
 
 
+def test_the_first_touch_of_memory_is_not_taken_for_what_a_step_takes() -> None:
+    """It was, and every start measured a table anew that it could have taken over."""
+    runner = SlowRunner(0.004, 0.0005)
+    slow_once = iter([0.3])
+    forward = runner.forward
+
+    def first_touch(batch: StepBatch) -> torch.Tensor:
+        runner.now += next(slow_once, 0.0)
+        return forward(batch)
+
+    runner.forward = first_touch  # type: ignore[method-assign]
+    found = runner.probe(heads=False).check()
+    assert found == [(rows, pytest.approx(runner.seconds(rows) * 1e3)) for rows in CHECKED_ROWS]
+
+
 def test_a_start_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.engine import loading
     from backends.models.tiny import TINY_MODEL_NAME
