@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from backends.bench.prompts import PROMPTS
+from backends.bench.turns import prompts_of_round, rounds_within, take_turns
 from backends.engine.loading import EngineOptions, LoadedCore, build_core, load_parts
 from backends.runners.cpu_cores import cpu_name, usable_cores
 from backends.runners.paged_attention import ATTENTION_NAME
@@ -69,6 +70,13 @@ class Cell:
     concurrency: int
     runs: dict[str, list[Run]] = field(default_factory=lambda: {name: [] for name in CONTESTANTS})
 
+    def measure(self, prompts: Sequence[tuple[int, ...]], turn: int, run: Callable[..., Run]) -> str:
+        """A round: ``run(name, cell, prompts, turn)`` of every contestant, in turns; says their tokens per second."""
+        runs = take_turns(list(self.runs), turn, lambda name: run(name, self, prompts, turn))
+        for name, found in runs.items():
+            self.runs[name].append(found)
+        return " ".join(f"{name} {found.tps:.0f}" for name, found in runs.items())
+
     def report(self) -> dict[str, Any]:
         """The cell as ``medusa-gateway bench --json`` prints it. ``nodes``: mean per step that had any."""
         medusa = [stats for run in self.runs["medusa"] for stats in run.stats]
@@ -116,21 +124,12 @@ def run_bench(options: BenchOptions, progress: Callable[[str], object] = lambda 
     warm_up = Cell(options.classes[0], 0.0, 1)
     for contestant in contestants.values():
         contestant(warm_up, prompts[options.classes[0]][:1], 0)
-    began = time.perf_counter()
-    for turn in range(options.rounds):
-        if turn and options.seconds is not None and time.perf_counter() - began > options.seconds * turn / (turn + 1):
-            break
+    for turn in rounds_within(options.rounds, options.seconds):
         for cell in cells:
             count = options.prompts.get(cell.concurrency, cell.concurrency)
-            pool = prompts[cell.name]
-            chosen = [pool[(turn * count + i) % len(pool)] for i in range(count)]
-            for offset in range(len(CONTESTANTS)):
-                name = CONTESTANTS[(turn + offset) % len(CONTESTANTS)]
-                cell.runs[name].append(contestants[name](cell, chosen, turn))
-            progress(
-                f"round {turn + 1}: {cell.name} t={cell.temperature} x{cell.concurrency} "
-                + " ".join(f"{name} {cell.runs[name][-1].tps:.0f}" for name in CONTESTANTS)
-            )
+            chosen = prompts_of_round(prompts[cell.name], turn, count)
+            speeds = cell.measure(chosen, turn, lambda name, *given: contestants[name](*given))
+            progress(f"round {turn + 1}: {cell.name} t={cell.temperature} x{cell.concurrency} {speeds}")
     return {
         "machine": machine(loaded),
         "cost_ms": {str(rows): round(ms, 2) for rows, ms in loaded.core.cost.rows},

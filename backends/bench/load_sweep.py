@@ -18,6 +18,7 @@ from typing import Any
 
 from backends.bench.decoding import Cell, Run, decode, encode_prompt, machine, request_of
 from backends.bench.prompts import PROMPTS
+from backends.bench.turns import prompts_of_round, rounds_within
 from backends.engine.loading import EngineOptions, LoadedCore, load_core
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan
@@ -49,23 +50,22 @@ def run_sweep(options: SweepOptions, progress: Callable[[str], object] = lambda 
         "vanilla": DecodingPlan(method="vanilla", num_heads=0),
         **{shape: _static(shape) for shape in STATIC_TREES},
     }
-    names = list(plans)
     cells = [
-        Cell(name, options.temperature, concurrency, {contestant: [] for contestant in names})
+        Cell(name, options.temperature, concurrency, {contestant: [] for contestant in plans})
         for concurrency in options.concurrencies
         for name in options.classes
     ]
     warm_up = prompts[options.classes[0]][:2]
     decode(loaded, warm_up, cells[0], options.max_tokens, 0, plans["adaptive"])
-    for turn in range(options.rounds):
+
+    def run(name: str, cell: Cell, chosen: Sequence[tuple[int, ...]], turn: int) -> Run:
+        return sustain(loaded, chosen, cell, options.max_tokens, turn, plans[name])
+
+    for turn in rounds_within(options.rounds):
         for cell in cells:
-            pool = prompts[cell.name]
             count = cell.concurrency + max(cell.concurrency // 2, options.least_prompts)
-            chosen = [pool[(turn * count + i) % len(pool)] for i in range(count)]
-            for offset in range(len(names)):
-                name = names[(turn + offset) % len(names)]
-                cell.runs[name].append(sustain(loaded, chosen, cell, options.max_tokens, turn, plans[name]))
-            speeds = " ".join(f"{name} {cell.runs[name][-1].tps:.0f}" for name in names)
+            chosen = prompts_of_round(prompts[cell.name], turn, count)
+            speeds = cell.measure(chosen, turn, run)
             progress(f"round {turn + 1}: {cell.name} x{cell.concurrency} {speeds}")
     return {"machine": machine(loaded), "cells": [report_cell(cell) for cell in cells]}
 

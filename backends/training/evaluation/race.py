@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from backends.bench.turns import take_turns
 from backends.engine.core import EngineCore
 from backends.training.data.dataset import Answer
 from backends.training.evaluation.accuracy import ALL_CLASSES
@@ -103,7 +104,7 @@ def race(
                 sampling = SamplingParams(
                     temperature=temperature, seed=seed * 1_000_003 + number, max_tokens=max_new_tokens
                 )
-                answers = _take_turns(cores, prompt, sampling, first=turn + number, clock=clock)
+                answers = _laps_on(cores, prompt, sampling, first=turn + number, clock=clock)
                 for contestant, (answer, lap) in enumerate(answers):
                     lap.identical = answer == answers[0][0]
                     for label in (ALL_CLASSES, prompt.label or "unlabelled"):
@@ -123,7 +124,7 @@ def _plan_of(core: EngineCore) -> DecodingPlan:
     return DecodingPlan(num_heads=core.heads.num_heads if core.heads else 0, lookup=False, reason="evaluation")
 
 
-def _take_turns(
+def _laps_on(
     cores: Sequence[EngineCore],
     prompt: Answer,
     sampling: SamplingParams,
@@ -133,14 +134,14 @@ def _take_turns(
 ) -> list[tuple[list[int], _Lap]]:
     """Answers and laps by contestant, vanilla first; ``first`` says who begins."""
     contestants = [(cores[0], _VANILLA), *((core, _plan_of(core)) for core in cores)]
-    done: dict[int, tuple[list[int], _Lap]] = {}
-    for offset in range(len(contestants)):
-        index = (first + offset) % len(contestants)
+
+    def lap(index: int) -> tuple[list[int], _Lap]:
         core, plan = contestants[index]
         began = clock()
         answer, stats = decode_prompt(core, prompt, plan, sampling)
-        done[index] = answer, _Lap(clock() - began, len(answer), stats.steps, stats.emitted_tokens)
-    return [done[index] for index in range(len(contestants))]
+        return answer, _Lap(clock() - began, len(answer), stats.steps, stats.emitted_tokens)
+
+    return list(take_turns(range(len(contestants)), first, lap).values())
 
 
 def _cell(label: str, temperature: float, mine: Sequence[_Lap], vanilla: Sequence[_Lap]) -> MeasuredCell:

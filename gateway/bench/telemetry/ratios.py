@@ -34,13 +34,3 @@ def summary(found: Sequence[float], base: Sequence[float]) -> tuple[float, tuple
     """Median of the paired ratios, and its interval."""
     ratios = paired_ratios(found, base)
     return statistics.median(ratios), median_interval(ratios)
-
-
-def mirrored(names: Sequence[str], number: int) -> list[str]:
-    """The order of round ``number``: rotated every other round, and backwards in between.
-
-    So each contestant is as often before another as after it, and as often at each place.
-    """
-    start = number // 2 % len(names)
-    order = [*names[start:], *names[:start]]
-    return order[::-1] if number % 2 else order

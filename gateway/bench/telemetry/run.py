@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backends.bench.turns import mirrored
 from gateway.bench.telemetry.contestants import Contestant, with_telemetry, without_telemetry
 from gateway.bench.telemetry.load import MODEL, Client, Load, Target
-from gateway.bench.telemetry.ratios import CONFIDENCE, mirrored, summary
+from gateway.bench.telemetry.ratios import CONFIDENCE, summary
 from gateway.bench.telemetry.receivers import black_hole, receiver
 from gateway.version import package_version
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from backends.bench.turns import mirrored
 from gateway.bench.telemetry.contestants import Contestant, with_telemetry, without_telemetry
 from gateway.bench.telemetry.load import Client, Load, Target
-from gateway.bench.telemetry.ratios import median_interval, mirrored, summary
+from gateway.bench.telemetry.ratios import median_interval, summary
 from gateway.bench.telemetry.receivers import Received, receiver
 from gateway.bench.telemetry.run import AGAIN, BASE, FULL, HOLE, VARIANTS, TelemetryBench, run_telemetry_bench
 from gateway.cli import main
