@@ -95,6 +95,10 @@ def joined_workers() -> Iterator[Workers]:
 
     On a machine without accelerators they train on its CPU. Raises RuntimeError when they can't find each other.
     """
+    # This module has the group of its import's moment in the defaults of its functions, and optimisers import it. Once
+    # it has a real one, leaving the group ends none of its threads, and one that still runs when the process exits now
+    # and then aborts it ("terminate called without an active exception"). So it is imported while there is none.
+    import torch.distributed.nn.functional
     from accelerate import PartialState
 
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=_PATIENCE)
