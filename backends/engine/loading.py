@@ -21,6 +21,7 @@ from backends.cost.step_cost import StepCost
 from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
+from backends.engine.options import EngineOptions
 from backends.engine.thread import Engine
 from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.models.hub import settle_for_the_cache
@@ -46,31 +47,6 @@ ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
 
 _KV_BYTES = 2 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """What ``medusa-gateway serve`` can set. ``model`` None: the demo model; "tiny-random": a random one, for tests;
-    "auto" and None: chosen here.
-
-    ``kv_tokens``: positions in the KV pool. ``runner``: "auto", "native" or "transformers". ``quantize``: weights of
-    the linear layers, "int8" or "int4"; None: as they are. ``measure_anew``: look at no cost table that was kept.
-    ``tiny_tokenizer``: the random model's, of :data:`backends.models.tiny.TINY_TOKENIZERS`.
-    """
-
-    model: str | None = None
-    heads: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_running: int | None = None
-    served_name: str | None = None
-    kv_tokens: int | None = None
-    runner: str = "auto"
-    threads: int | None = None
-    quantize: str | None = None
-    measure_anew: bool = False
-    tiny_tokenizer: str = "byte-level"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,11 +54,11 @@ def add_options(parser: argparse.ArgumentParser, own: GatewaySettings) -> None:
     most = "of a request's line and headers together; default: %(default)s"
     add("--max-header-bytes", type=int, metavar="BYTES", default=own.max_header_bytes, help=most)
     patience = "what a client gets to send its headers; default: %(default)g"
-    add("--header-timeout", type=_seconds, metavar="SECONDS", default=own.header_timeout_s, help=patience)
+    add("--header-timeout", type=seconds, metavar="SECONDS", default=own.header_timeout_s, help=patience)
     patience = "what a client gets to send its body; default: %(default)g"
-    add("--body-timeout", type=_seconds, metavar="SECONDS", default=own.body_timeout_s, help=patience)
+    add("--body-timeout", type=seconds, metavar="SECONDS", default=own.body_timeout_s, help=patience)
     patience = "how long an idle connection is kept; longer than the load balancer's; default: %(default)g"
-    add("--keep-alive", type=_seconds, metavar="SECONDS", default=own.keep_alive_s, help=patience)
+    add("--keep-alive", type=seconds, metavar="SECONDS", default=own.keep_alive_s, help=patience)
 
 
 def open_access(args: argparse.Namespace, environ: Mapping[str, str] = os.environ) -> Access:
@@ -91,7 +91,8 @@ def open_access(args: argparse.Namespace, environ: Mapping[str, str] = os.enviro
     )
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """An argparse type."""
     try:
         value = float(text)
     except ValueError:

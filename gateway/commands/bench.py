@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
-from gateway.commands.engine_options import add_engine_options
+from backends.engine.options import EngineOptions
+from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
@@ -120,11 +122,8 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(str(error)) from error
 
 
-def _engine(args: argparse.Namespace) -> Any:
-    from backends.engine.loading import EngineOptions
-
-    names = ("model", "heads", "device", "dtype", "runner", "quantize")
-    return EngineOptions(**{name: getattr(args, name) for name in names}, max_model_len=1024)
+def _engine(args: argparse.Namespace) -> EngineOptions:
+    return replace(given_options(args), max_model_len=1024)
 
 
 def _progress(line: str) -> None:

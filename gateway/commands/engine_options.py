@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from backends.engine.options import ABOUT, DEFAULTS, EngineOptions
 from backends.models.hub import is_path
 from gateway.commands.errors import CommandError
 
@@ -42,28 +43,42 @@ def no_such_folder(name: str) -> str | None:
     return f"{name} is a file; name its folder" if Path(name).exists() else f"there is no folder {name}"
 
 
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "--model": {
-        "action": FolderOrId,
-        "metavar": "DIR_OR_ID",
-        "help": "local folder or hub id; default: the demo model",
-    },
-    "--heads": {
-        "action": FolderOrId,
-        "metavar": "DIR_OR_ID",
-        "help": "Medusa heads; default: those that belong to the model",
-    },
-    "--device": {"choices": ("auto", "cpu", "cuda"), "default": "auto", "help": "default: %(default)s"},
-    "--dtype": {"choices": ("auto", "bfloat16", "float32"), "default": "auto", "help": "default: %(default)s"},
-    "--quantize": {
-        "choices": ("int8", "int4"),
-        "help": "weights of the linear layers, through torchao (int4: with --dtype bfloat16); default: as they are",
-    },
-    "--runner": {"choices": ("auto", "native", "transformers"), "default": "auto", "help": "default: %(default)s"},
-}
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: a whole number within limits."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
+        return value
+
+    return read
 
 
-def add_engine_options(add: Callable[..., object], *names: str) -> None:
-    """``add``: the ``add_argument`` of a parser or group."""
-    for name in names:
-        add(name, **_OPTIONS[name])
+_BY_FLAG = {about.flag: name for name, about in ABOUT.items() if about.flag}
+
+
+def add_engine_options(add: Callable[..., object], *flags: str) -> None:
+    """``add``: the ``add_argument`` of a parser or group; ``flags``: of :data:`backends.engine.options.ABOUT`."""
+    for flag in flags:
+        about, default = ABOUT[_BY_FLAG[flag]], DEFAULTS[_BY_FLAG[flag]]
+        if about.switch:
+            add(flag, action="store_true", help=about.help)
+        elif about.choices:
+            add(flag, choices=about.choices, default=default, help=about.help)
+        elif about.limits is not None:
+            add(flag, type=whole(*about.limits), metavar=about.metavar, default=default, help=about.help)
+        elif about.in_file:
+            # What both can name is a folder or something of the hub.
+            add(flag, action=FolderOrId, metavar=about.metavar, default=default, help=about.help)
+        else:
+            add(flag, metavar=about.metavar, default=default, help=about.help)
+
+
+def given_options(args: argparse.Namespace) -> EngineOptions:
+    """Those that the command has flags for; the others have their defaults."""
+    found = {name: flag.removeprefix("--").replace("-", "_") for flag, name in _BY_FLAG.items()}
+    return EngineOptions(**{name: getattr(args, dest) for name, dest in found.items() if hasattr(args, dest)})

@@ -51,4 +51,4 @@ def _wanted(args: argparse.Namespace) -> list[tuple[str | None, str | None]]:
         spec = parse_backends(Path(args.backends).read_bytes(), args.backends)
     except ConfigError as error:
         raise CommandError(f"the backends file is refused: {error}") from None
-    return list(dict.fromkeys((engine.model, engine.heads) for engine in spec.engines))
+    return list(dict.fromkeys((engine.options.model, engine.options.heads) for engine in spec.engines))

@@ -8,12 +8,14 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends.engine.options import ABOUT, EngineOptions
 from gateway.commands import serve_telemetry
-from gateway.commands.auth_options import add_options, open_access
-from gateway.commands.engine_options import add_engine_options, no_such_folder
+from gateway.commands.auth_options import add_options, open_access, seconds
+from gateway.commands.engine_options import add_engine_options, given_options, no_such_folder, whole
 from gateway.commands.errors import CommandError
 from gateway.settings import GatewaySettings
 
@@ -24,18 +26,6 @@ if TYPE_CHECKING:
     from gateway.serving.targets import Backends
 
 DEFAULT_PORT = 8080
-_ONE_ENGINE = (
-    "model",
-    "heads",
-    "device",
-    "dtype",
-    "served_model_name",
-    "max_model_len",
-    "max_running",
-    "kv_tokens",
-    "quantize",
-)
-"""The flags that describe one engine; a backends file describes several."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,22 +42,19 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="several models, engines and upstreams, instead of the options above (docs/backends.md)",
     )
-    anew = "measure what steps cost at the start even if that is known from an earlier one (MEDUSA_REMEASURE=1)"
-    add("--remeasure", action="store_true", help=anew)
-    add("--served-model-name", metavar="NAME", help="what clients ask for; default: the model's own name")
+    add_engine_options(add, "--remeasure", "--served-model-name")
 
     add = parser.add_argument_group("limits").add_argument
-    add("--max-model-len", type=_positive, metavar="TOKENS", help="context window; default: the model's")
-    add("--max-running", type=_positive, metavar="N", help="sequences decoded at once; default: the engine's choice")
+    add_engine_options(add, "--max-model-len", "--max-running")
     waiting = "sequences that may wait beside them; default: %(default)s"
-    add("--max-queue", type=_non_negative, metavar="N", default=own.max_queue, help=waiting)
-    add("--kv-tokens", type=_positive, metavar="TOKENS", help="size of the KV cache; default: by memory")
+    add("--max-queue", type=whole(0, 2**31 - 1), metavar="N", default=own.max_queue, help=waiting)
+    add_engine_options(add, "--kv-tokens")
     cap = "cap of an answer whose client sets none; default: %(default)s"
-    add("--default-max-tokens", type=_positive, metavar="N", default=own.default_max_tokens, help=cap)
-    add("--deadline", type=_seconds, metavar="SECONDS", help="cut every answer after this long; default: never")
+    add("--default-max-tokens", type=whole(1, 2**31 - 1), metavar="N", default=own.default_max_tokens, help=cap)
+    add("--deadline", type=seconds, metavar="SECONDS", help="cut every answer after this long; default: never")
     add(
         "--max-body-bytes",
-        type=_positive,
+        type=whole(1, 2**31 - 1),
         metavar="BYTES",
         default=own.max_body_bytes,
         help="largest request; default: %(default)s",
@@ -84,9 +71,9 @@ def add_parser(subparsers: Any) -> None:
 
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="default: %(default)s")
-    add("--port", type=_port, default=DEFAULT_PORT, help="0 picks a free one; default: %(default)s")
+    add("--port", type=whole(0, 65535), default=DEFAULT_PORT, help="0 picks a free one; default: %(default)s")
     patience = "what streams get to finish on SIGTERM; default: %(default)g"
-    add("--drain-timeout", type=_seconds, metavar="SECONDS", default=own.drain_timeout_s, help=patience)
+    add("--drain-timeout", type=seconds, metavar="SECONDS", default=own.drain_timeout_s, help=patience)
     add("--access-log", action="store_true", help="log every request")
     add_options(parser, own)
     serve_telemetry.add_options(parser)
@@ -175,10 +162,10 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
     from gateway.serving.startup import unknown_classes
     from policy.config.problems import ConfigError
 
-    given = [name for name in _ONE_ENGINE if getattr(args, name) not in (None, "auto")]
-    if given:
-        flag = given[0].replace("_", "-").replace("served-name", "served-model-name")
-        raise CommandError(f"--{flag} and --backends exclude each other: say it in {args.backends}.")
+    one, usual = given_options(args), EngineOptions(measure_anew=args.remeasure)
+    for name, about in ABOUT.items():
+        if getattr(one, name) != getattr(usual, name):
+            raise CommandError(f"{about.flag} and --backends exclude each other: say it in {args.backends}.")
     try:
         spec = parse_backends(Path(args.backends).read_bytes(), args.backends)
     except ConfigError as error:
@@ -196,12 +183,7 @@ def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
     from gateway.upstream.backend import ApiKeyError
 
     def open_engine(engine: EngineSpec) -> Any:
-        return _open_engine(
-            args,
-            served_name=engine.serves,
-            threads=engine.threads,
-            **{name: getattr(engine, name) for name in _ONE_ENGINE if name != "served_model_name"},
-        )
+        return _open_engine(args, replace(engine.options, served_name=engine.serves))
 
     try:
         return open_backends(spec, args.max_queue, open_engine)
@@ -215,32 +197,28 @@ def _open_one(args: argparse.Namespace) -> Backends:
     from gateway.serving.call import ServedModel
     from gateway.serving.targets import Backends, EngineBackend
 
-    opened = _open_engine(
-        args,
-        served_name=args.served_model_name,
-        **{name: getattr(args, name) for name in _ONE_ENGINE if name != "served_model_name"},
-    )
+    opened = _open_engine(args, given_options(args))
     decoder = opened.decoder
     places = Places((args.max_running or decoder.load().max_running) + args.max_queue)
     engine = EngineBackend(decoder.info.name, ServedModel(decoder, opened.tokenizer), places)
     return Backends([engine], frozenset([engine.model]))
 
 
-def _open_engine(args: argparse.Namespace, **given: Any) -> Any:
-    for name in (given["model"], given["heads"]):
+def _open_engine(args: argparse.Namespace, options: EngineOptions) -> Any:
+    for name in (options.model, options.heads):
         if name is not None and (problem := no_such_folder(name)):
             # Of a backends file; flags are looked at when they are read.
             raise CommandError(f"{args.backends or 'the command line'}: {problem}")
     try:
         # The only way from here to torch, taken when a model is really to be loaded.
-        from backends.engine.loading import EngineOptions, open_engine
+        from backends.engine.loading import open_engine
     except ImportError as error:
         raise CommandError(f"the engine can't be imported: {error}") from error
     try:
         anew = args.remeasure or os.environ.get("MEDUSA_REMEASURE", "") not in ("", "0")
-        return open_engine(EngineOptions(measure_anew=anew, **given), _cost_stores(args))
+        return open_engine(replace(options, measure_anew=anew), _cost_stores(args))
     except (OSError, ValueError) as error:
-        raise CommandError(f"can't load {given['model'] or 'the demo model'}: {error}") from error
+        raise CommandError(f"can't load {options.model or 'the demo model'}: {error}") from error
 
 
 def _cost_stores(args: argparse.Namespace) -> list[CostStore]:
@@ -252,29 +230,3 @@ def _cost_stores(args: argparse.Namespace) -> list[CostStore]:
     url = _redis_url(args, os.environ)
     shared = [] if url in (None, "memory") else [RedisCostStore(parse_redis_url(url))]
     return [FolderStore.of_user(), *shared]
-
-
-def _number(kind: type[int] | type[float], low: float, high: float, text: str) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"{text} is not between {low:g} and {high:g}")
-    return value
-
-
-def _positive(text: str) -> int:
-    return _number(int, 1, 2**31 - 1, text)
-
-
-def _non_negative(text: str) -> int:
-    return _number(int, 0, 2**31 - 1, text)
-
-
-def _port(text: str) -> int:
-    return _number(int, 0, 65535, text)
-
-
-def _seconds(text: str) -> float:
-    return _number(float, 0.001, 86_400, text)

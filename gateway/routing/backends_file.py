@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import yaml
 
+from backends.engine.options import ABOUT, MOST_TOKENS, About, EngineOptions
 from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import (
     EXTENSIONS,
@@ -31,9 +32,8 @@ _LABEL = Name(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}", "a name of letters, digits, '_
 _MODEL = Name(r"[^\s|]{1,256}", "a model's name, without spaces or '|'")
 _PATH = Name(r"[^\x00-\x1f]{1,4096}", "a path or a hub id")
 _VARIABLE = Name(r"[A-Za-z_][A-Za-z0-9_]*", "the name of an environment variable")
-_DEVICE = Name(r"auto|cpu|cuda(?::\d{1,3})?", "auto, cpu, cuda or cuda:N")
 _ROUTE = Name(r"/[!-~]*", "a path below the url, such as /models")
-_COUNT = Number(1, 2**31 - 1, whole=True)
+_COUNT = Number(1, MOST_TOKENS, whole=True)
 
 
 class _Url:
@@ -66,6 +66,19 @@ class _Url:
         return {"type": "string", "format": "uri", "pattern": "^https?://"}
 
 
+def _kind_of(about: About) -> Kind:
+    """How the file writes an option of an engine."""
+    if about.indexed:
+        *plain, last = about.choices
+        pattern = "|".join(rf"{each}(?::\d{{1,3}})?" if each == about.indexed else each for each in about.choices)
+        return Name(pattern, f"{', '.join(plain)}, {last} or {about.indexed}:N")
+    if about.choices:
+        return OneOf(about.choices)
+    if about.limits is not None:
+        return Number(*about.limits, whole=True)
+    return _PATH
+
+
 _COMMON: dict[str, Kind] = {
     "name": _LABEL,
     "kind": OneOf(("engine", "openai")),
@@ -76,15 +89,7 @@ _COMMON: dict[str, Kind] = {
 _ENGINE = Block(
     {
         **_COMMON,
-        "model": _PATH,
-        "heads": _PATH,
-        "device": _DEVICE,
-        "dtype": OneOf(("auto", "bfloat16", "float32")),
-        "max_model_len": _COUNT,
-        "max_running": _COUNT,
-        "kv_tokens": _COUNT,
-        "threads": Number(1, 1024, whole=True),
-        "quantize": OneOf(("int8", "int4")),
+        **{name: _kind_of(about) for name, about in ABOUT.items() if about.in_file},
     },
     "an engine",
     required=("name", "kind"),
@@ -222,14 +227,10 @@ def _placement(given: dict[str, Any]) -> Placement:
 
 def _engine(given: dict[str, Any], folder: Path) -> EngineSpec:
     model = _local(given.get("model"), folder)
-    plain = ("name", "device", "dtype", "max_model_len", "max_running", "kv_tokens", "threads", "quantize")
-    return EngineSpec(
-        serves=given.get("serves") or (Path(model).name if model else given["name"]),
-        placement=_placement(given),
-        model=model,
-        heads=_local(given.get("heads"), folder),
-        **{name: given[name] for name in plain if name in given},
-    )
+    options = {name: given[name] for name, about in ABOUT.items() if about.in_file and name in given}
+    options |= {"model": model, "heads": _local(given.get("heads"), folder)}
+    serves = given.get("serves") or (Path(model).name if model else given["name"])
+    return EngineSpec(given["name"], serves, _placement(given), EngineOptions(**options))
 
 
 def _upstream(given: dict[str, Any], folder: Path) -> UpstreamSpec:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from backends.engine.options import EngineOptions
 from gateway.routing.circuit_breaker import BreakerSettings
 
 FORMAT_VERSION = 1
@@ -30,21 +31,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine of this process. ``model``, ``heads``, ``device``, ... as the flags of ``serve``; ``threads`` None: the
-    machine's cores shared evenly by the CPU engines of the file."""
+    """An engine of this process. ``options.threads`` None: the machine's cores, shared evenly by the CPU engines of the
+    file."""
 
     name: str
     serves: str
     placement: Placement = field(default_factory=Placement)
-    model: str | None = None
-    heads: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_running: int | None = None
-    kv_tokens: int | None = None
-    threads: int | None = None
-    quantize: str | None = None
+    options: EngineOptions = field(default_factory=EngineOptions)
 
 
 @dataclass(frozen=True, slots=True)

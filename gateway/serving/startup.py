@@ -35,11 +35,16 @@ def with_threads(engines: Iterable[EngineSpec], cores: int) -> list[EngineSpec]:
     Alone, an engine decides for itself: it measures.
     """
     engines = list(engines)
-    sharing = [each for each in engines if not each.device.startswith("cuda")]
+    sharing = [each for each in engines if not each.options.device.startswith("cuda")]
     if len(sharing) < 2:
         return engines
     share = max(cores // len(sharing), 1)
-    return [replace(each, threads=share) if each in sharing and not each.threads else each for each in engines]
+    return [
+        replace(each, options=replace(each.options, threads=share))
+        if each in sharing and not each.options.threads
+        else each
+        for each in engines
+    ]
 
 
 def open_backends(spec: BackendsSpec, max_queue: int, open_engine: Callable[[EngineSpec], Opened]) -> Backends:

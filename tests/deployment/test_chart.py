@@ -18,9 +18,11 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator import v1 as operator
 
+from backends.engine.options import EngineOptions
 from gateway.auth.keyfile import parse_keys
 from gateway.cli import build_parser
 from gateway.commands import serve
+from gateway.commands.engine_options import given_options
 from gateway.http import server
 from gateway.routing.backends_file import parse_backends
 from gateway.serving.background import FLUSH_PATIENCE_S
@@ -346,7 +348,7 @@ def test_the_backends_load(tmp_path: Path) -> None:
     spec = parse_backends(content, args.backends)
     assert [each.name for each in spec.backends] == ["small", "big", "far"]
     # Flags that describe one engine are refused beside a backends file.
-    assert [name for name in serve._ONE_ENGINE if getattr(args, name) not in (None, "auto")] == []
+    assert given_options(args) == EngineOptions()
     for case in ("backends", "own-backends"):
         (mount,) = [each for each in render(CASES[case]).gateway["volumeMounts"] if each["name"] == "backends"]
         assert str(Path(args.backends).parent) == mount["mountPath"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ HI: list[Any] = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backends]:
-    from backends.engine.loading import EngineOptions, open_engine
+    from backends.engine.loading import open_engine
     from backends.models.tiny import tiny_model, tiny_tokenizer
 
     folder = tmp_path_factory.mktemp("models")
@@ -36,15 +37,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Backends]:
     tiny_tokenizer()._hf.save_pretrained(folder / "other")
 
     def load(spec: EngineSpec) -> Any:
-        return open_engine(
-            EngineOptions(
-                model=spec.model,
-                dtype=spec.dtype,
-                max_running=spec.max_running,
-                served_name=spec.serves,
-                threads=spec.threads,
-            )
-        )
+        return open_engine(replace(spec.options, served_name=spec.serves))
 
     opened = open_backends(parse_backends(FILE.encode(), str(folder / "b.yaml")), 4, load)
     yield opened

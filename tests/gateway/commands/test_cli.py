@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub import constants
 
 from backends.cost.stores import CostStore, FolderStore
+from backends.engine.options import EngineOptions
 from backends.models.hub import settle_for_the_cache
 from gateway import cli
 from gateway.commands import serve
@@ -23,25 +24,8 @@ from gateway.http.server import bind, greeting, url_of
 from tests.support.fakes import FakeDecoder, FakeTokenizer
 
 
-@dataclass
-class EngineOptions:
-    model: str | None
-    heads: str | None
-    device: str
-    dtype: str
-    max_model_len: int | None
-    max_running: int | None
-    served_name: str | None
-    kv_tokens: int | None
-    quantize: str | None = None
-    threads: int | None = None
-    measure_anew: bool = False
-
-
 class FakeLoading(ModuleType):
     """Stands in for ``backends.engine.loading``, which would load torch and a model."""
-
-    EngineOptions = EngineOptions
 
     def __init__(self) -> None:
         super().__init__("backends.engine.loading")

@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 import yaml
 
+from backends.engine.options import EngineOptions
 from gateway import cli
 from gateway.routing.backends_file import json_schema, parse_backends
 from gateway.routing.spec import EngineSpec, Placement, UpstreamSpec
@@ -61,9 +62,10 @@ def test_a_full_file(tmp_path: Path) -> None:
     spec = parse_backends(FULL.encode(), str(tmp_path / "backends.yaml"))
     first, second, cloud = spec.backends
     assert isinstance(first, EngineSpec)
-    assert (first.model, first.heads) == (str(tmp_path / "llama"), "heads/llama")
-    assert (first.serves, first.device, first.max_running) == ("llama", "cuda:0", 64)
-    assert second == EngineSpec("gpu1", "llama", Placement(1, frozenset({"code", "chat"})), threads=2, quantize="int8")
+    assert (first.options.model, first.options.heads) == (str(tmp_path / "llama"), "heads/llama")
+    assert (first.serves, first.options.device, first.options.max_running) == ("llama", "cuda:0", 64)
+    options = EngineOptions(threads=2, quantize="int8")
+    assert second == EngineSpec("gpu1", "llama", Placement(1, frozenset({"code", "chat"})), options)
     assert isinstance(cloud, UpstreamSpec)
     assert (cloud.url, cloud.api_key_file) == ("https://example.com/v1", str(tmp_path / "key"))
     assert (cloud.max_running, cloud.max_in_flight) == (8, 32)
@@ -179,9 +181,10 @@ def test_refused(text: str, line: int, path: str, told: str) -> None:
 
 
 def test_cpu_engines_share_the_cores() -> None:
-    engines = [EngineSpec("a", "m"), EngineSpec("b", "n", threads=3), EngineSpec("c", "m", device="cuda:1")]
-    assert [each.threads for each in with_threads(engines, 8)] == [4, 3, None]
-    assert [each.threads for each in with_threads(engines[:1], 8)] == [None]
+    options = {"a": EngineOptions(), "b": EngineOptions(threads=3), "c": EngineOptions(device="cuda:1")}
+    engines = [EngineSpec(name, "m", options=each) for name, each in options.items()]
+    assert [each.options.threads for each in with_threads(engines, 8)] == [4, 3, None]
+    assert [each.options.threads for each in with_threads(engines[:1], 8)] == [None]
 
 
 def test_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
