@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.response.base import ASGIResponse
 
 from gateway.api.openapi_admin import admin_paths, security_of, security_schemes
+from gateway.auth.access import Need
 from gateway.auth.guard import needs
 from gateway.version import package_version
 from gateway.wire.errors import ErrorBody
@@ -36,8 +37,9 @@ _ERRORS = {
 }
 
 
-def openapi_document(models: Sequence[str], *, keyed: bool = False) -> dict[str, Any]:
-    """The document for a gateway that serves ``models``. ``keyed``: it asks for API keys."""
+def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None = None) -> dict[str, Any]:
+    """The document for a gateway that serves ``models``. ``needs_of``: what each path's route needs, where the gateway
+    asks for API keys (:func:`gateway.auth.guard.needs_by_path`)."""
     structs = [ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion]
     structs += [ModelList, ModelCard, Health, Pointer, ErrorBody, RemoteReport]
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
@@ -90,7 +92,7 @@ def openapi_document(models: Sequence[str], *, keyed: bool = False) -> dict[str,
         "components": {"schemas": schemas, "securitySchemes": security_schemes()},
     }
     for path, operations in document["paths"].items():
-        asked = security_of(path, keyed=keyed)
+        asked = [] if needs_of is None else security_of(needs_of[path])
         for operation in operations.values():
             operation["security"] = asked
             if asked:
@@ -133,9 +135,9 @@ def _completion(operation: str, body: str, result: str) -> dict[str, Any]:
     }
 
 
-def openapi_route(models: Sequence[str], *, keyed: bool = False) -> HTTPRouteHandler:
+def openapi_route(models: Sequence[str], needs_of: Mapping[str, Need] | None = None) -> HTTPRouteHandler:
     """``GET /schema/openapi.json``, encoded once; ``/openapi.json`` is where other servers have it."""
-    document = msgspec.json.encode(openapi_document(models, keyed=keyed))
+    document = msgspec.json.encode(openapi_document(models, needs_of))
 
     @get(["/schema/openapi.json", "/openapi.json"], opt=needs("any"))
     async def openapi_json() -> ASGIResponse:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.auth.access import Need
 from gateway.auth.keyfile import SCOPES
 
 SECURITY_SCHEME = "apiKey"
@@ -20,15 +21,12 @@ def security_schemes() -> dict[str, Any]:
     }
 
 
-def security_of(path: str, *, keyed: bool) -> list[dict[str, list[str]]]:
-    """What a route asks for, by its path: the scopes that its key must have."""
-    if not keyed or path in ("/healthz", "/health", "/readyz"):
+def security_of(need: Need) -> list[dict[str, list[str]]]:
+    """What a route with this need asks for where there is a key file: the scopes that its key must have."""
+    if need == "open":
         return []
-    if path.startswith("/v1/"):
-        return [{SECURITY_SCHEME: ["inference"]}]
-    if path in ("/", "/v1", "/schema/openapi.json"):
-        return [{SECURITY_SCHEME: []}]
-    return [{SECURITY_SCHEME: ["admin"]}]
+    scopes: dict[Need, list[str]] = {"any": [], "metrics": ["admin"]}
+    return [{SECURITY_SCHEME: scopes.get(need, [need])}]
 
 
 def admin_paths(errors: dict[str, Any]) -> dict[str, Any]:

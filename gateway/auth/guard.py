@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from litestar.connection import ASGIConnection
@@ -29,6 +31,13 @@ _NO_CONTENT = (b"content-security-policy", b"default-src 'none'; frame-ancestors
 def needs(need: Need) -> dict[str, Need]:
     """For a route's ``opt``."""
     return {OPT: need}
+
+
+def needs_by_path(handlers: Iterable[BaseRouteHandler]) -> dict[str, Need]:
+    """What each path needs, as its route declares it; parameters as OpenAPI writes them, without their type."""
+    return {
+        re.sub(r":\w+}", "}", path): handler.opt.get(OPT, "admin") for handler in handlers for path in handler.paths
+    }
 
 
 async def guard(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:

@@ -17,7 +17,7 @@ from gateway.api.admin import admin_routes
 from gateway.api.alerts import alert_routes
 from gateway.api.metrics import RequestTelemetry, metrics, observed
 from gateway.api.openapi import openapi_route
-from gateway.auth.guard import ResponseHeaders, guard
+from gateway.auth.guard import ResponseHeaders, guard, needs_by_path
 from gateway.http.cors import Cors
 from gateway.http.error_responses import handle_exception
 from gateway.http.stopping import stopped
@@ -79,13 +79,10 @@ def _head_as_get(app: ASGIApp) -> ASGIApp:
 
 def create_app(state: GatewayState) -> Litestar:
     """An app that serves ``state``. The caller keeps what is in it: only the controller stops with the app."""
+    routes = [*ROUTES, *admin_routes(), *alert_routes()]
+    needs_of = None if state.access.keys is None else needs_by_path(routes)
     app = Litestar(
-        route_handlers=[
-            *ROUTES,
-            *admin_routes(),
-            *alert_routes(),
-            openapi_route(sorted(state.backends.models), keyed=state.access.keys is not None),
-        ],
+        route_handlers=[*routes, openapi_route(sorted(state.backends.models), needs_of)],
         state=State({"gateway": state}),
         lifespan=[partial(_controlled, state), partial(observed, state)],
         middleware=[RequestTelemetry(state)],

@@ -10,7 +10,11 @@ import httpx
 import openai
 import pytest
 
+from gateway.api.admin import admin_routes
+from gateway.api.alerts import alert_routes
 from gateway.api.openapi import openapi_document
+from gateway.auth.guard import needs_by_path
+from gateway.http.app import ROUTES
 from tests.support.fakes import FakeDecoder
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 
@@ -85,3 +89,17 @@ def test_openapi_describes_what_is_checked() -> None:
 def test_the_gateway_imports_neither_torch_nor_scikit_learn(module: str) -> None:
     check = f"import {module}, sys; sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'sklearn')))"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0
+
+
+def test_the_document_asks_for_the_scopes_that_routes_declare() -> None:
+    needs_of = needs_by_path([*ROUTES, *admin_routes(), *alert_routes()])
+    document = openapi_document(["a"], needs_of)
+    asked = {path: each["security"] for path, found in document["paths"].items() for each in found.values()}
+    assert set(asked) <= set(needs_of), "every path of the document has a route"
+    assert asked["/healthz"] == asked["/readyz"] == []
+    assert asked["/"] == [{"apiKey": []}]
+    assert asked["/v1/models/{model_id}"] == asked["/v1/decoding/explain"] == [{"apiKey": ["inference"]}]
+    for path in ("/metrics", "/admin/stats", "/admin/decisions/{request_id}", "/admin/alerts/silences/{mute_id}"):
+        assert asked[path] == [{"apiKey": ["admin"]}]
+    unkeyed = openapi_document(["a"])["paths"]
+    assert not any(each["security"] for found in unkeyed.values() for each in found.values())
