@@ -73,9 +73,21 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at the moment. The one of earlier may be closed: whoever replaced it, such as a
+    test that captures it, takes it away again."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
 def configure_logging(form: LogFormat, level: str, stream: TextIO | None = None) -> None:
     """Set up the root logger, in place of whatever it had. ``level``: a name such as "warning"."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    handler = StderrHandler() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, least in QUIET.items():

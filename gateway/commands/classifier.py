@@ -92,9 +92,8 @@ def run_train(args: argparse.Namespace) -> int:
         args.out.mkdir(parents=True, exist_ok=True)
         save_arrays(arrays, args.out / ARTIFACT_NAME)
         card = write_card(arrays, args.out)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except DataError as error:
+        raise CommandError(str(error)) from error
     size = (args.out / ARTIFACT_NAME).stat().st_size
     print(
         f"{args.out / ARTIFACT_NAME}: labels {', '.join(arrays.labels)}; {len(arrays.keys)} features,"
@@ -118,9 +117,8 @@ def run_eval(args: argparse.Namespace) -> int:
         print(tables)
         if arrays is not None and args.card is not None:
             write_card(arrays, args.card, tables)
-    except (DataError, ArtifactError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (DataError, ArtifactError) as error:
+        raise CommandError(str(error)) from error
     return 0
 
 
@@ -140,15 +138,13 @@ def run_bench(args: argparse.Namespace) -> int:
     from gateway.classifier.training.generator import PromptGenerator
 
     if args.count < 1:
-        print(f"error: --count {args.count}: give at least 1", file=sys.stderr)
-        return 2
+        raise CommandError(f"--count {args.count}: give at least 1")
     try:
         examples = read_examples(args.data) if args.data is not None else PromptGenerator().generate(2_000)
         started = time.perf_counter()
         classifier = PromptClassifier.load(args.artifact)
     except (DataError, ArtifactError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error)) from error
     print(f"load {1e3 * (time.perf_counter() - started):.0f} ms\n")
     print("| characters | prompts | p50 ms | p99 ms | CPU p50 ms | CPU p99 ms |\n|---|--:|--:|--:|--:|--:|")
     texts = [example.text() for example in examples]

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.commands.errors import CommandError
+
 if TYPE_CHECKING:
     from gateway.classifier import PromptClassifier
 
@@ -35,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the class; 2 when the input can't be used."""
+    """Prints the class. Raises CommandError when the input can't be used."""
     from gateway.classifier import ArtifactError, PromptClassifier
     from gateway.classifier.training.dataset import DataError
 
@@ -46,8 +48,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             _classify_text(classifier, args.text, args.json)
     except (ArtifactError, DataError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        raise CommandError(str(error)) from error
     except BrokenPipeError:
         # The reader (such as `head`) has seen enough; a closed stdout must not fail again at exit.
         sys.stdout = None

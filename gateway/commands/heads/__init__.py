@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends.tree import MAX_DEPTH
+from gateway.commands.errors import CommandError
 from gateway.commands.heads import evaluate as heads_eval
 from gateway.commands.heads import refresh as heads_refresh
 from gateway.commands.heads.common import (
@@ -159,8 +160,7 @@ def run_train(args: argparse.Namespace) -> int:
     from backends.training.workers import joined_workers
 
     if problem := contradiction(args):
-        print(f"error: {problem}", file=sys.stderr)
-        return 2
+        raise CommandError(problem)
     options = TrainingOptions(
         num_heads=args.heads,
         inner_size=args.inner,

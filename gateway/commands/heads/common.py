@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gateway.commands.engine_options import add_engine_options
+from gateway.commands.errors import CommandError
 
 if TYPE_CHECKING:
     from backends.training.backbone import Backbone
@@ -52,7 +52,7 @@ def log_of(workers: Workers) -> Callable[[str], object]:
 
 
 def reporting_errors(work: Callable[[], object]) -> int:
-    """Run ``work``; a mistake in the input is told in one line, anything else keeps its traceback."""
+    """Run ``work``; 0. Raises CommandError for a mistake in the input."""
     from backends.heads.module import HeadsError
     from backends.models.demo import DemoModelError
     from backends.training.checkpoint import TrainingError
@@ -60,7 +60,6 @@ def reporting_errors(work: Callable[[], object]) -> int:
 
     try:
         work()
-    except (AnswersError, TrainingError, HeadsError, DemoModelError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except (AnswersError, TrainingError, HeadsError, DemoModelError) as error:
+        raise CommandError(str(error)) from error
     return 0

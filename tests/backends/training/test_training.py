@@ -1,6 +1,5 @@
 """Training and evaluation on a tiny random backbone."""
 
-import argparse
 import gzip
 import json
 import math
@@ -34,7 +33,7 @@ from backends.training.evaluation.accuracy import Guesses, ReplayCount, evaluate
 from backends.training.objective import OutputProjection, Targets, Teacher, frequent_tokens, heads_loss
 from backends.training.trainer import HeadsTrainer, TrainingOptions
 from backends.tree import CandidateTree
-from gateway.commands.heads import add_parser
+from gateway import cli
 
 VOCAB, HIDDEN = 48, 32
 OPTIONS = TrainingOptions(num_heads=2, inner_size=16, epochs=4, batch_size=64, draft_vocab_size=24, dropout=0.1)
@@ -398,14 +397,14 @@ def test_command_line_does_not_import_torch():
 
 def test_command_line_tells_mistakes_in_one_line(tmp_path, capsys):
     def run(*arguments: str) -> int:
-        parser = argparse.ArgumentParser()
-        add_parser(parser.add_subparsers())
-        args = parser.parse_args(["heads", *arguments])
-        return args.run(args)
+        return cli.main(["heads", *arguments])
 
     assert run("inspect", str(tmp_path)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {tmp_path} holds no Medusa heads: looked for") and error.count("\n") == 1
+    assert (
+        error.startswith(f"medusa-gateway: error: {tmp_path} holds no Medusa heads: looked for")
+        and error.count("\n") == 1
+    )
     heads = MedusaHeads(HIDDEN, 2, 8)
     save_heads(heads, tmp_path, config={"backbone": {"hidden_size": HIDDEN, "vocab_size": VOCAB}})
     assert run("inspect", str(tmp_path)) == 0

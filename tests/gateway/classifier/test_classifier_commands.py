@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import subprocess
@@ -13,17 +12,10 @@ import pytest
 
 from gateway import cli
 from gateway.classifier import PromptClassifier
-from gateway.commands import classifier as classifier_command
-from gateway.commands import classify as classify_command
 
 
 def run(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    subparsers = parser.add_subparsers(required=True)
-    classifier_command.add_parser(subparsers)
-    classify_command.add_parser(subparsers)
-    args = parser.parse_args(argv)
-    return args.run(args)
+    return cli.main(argv)
 
 
 def test_classify_json_has_label_probabilities_and_features(capsys: pytest.CaptureFixture[str]) -> None:
