@@ -37,6 +37,10 @@ class StepAccounting:
         self._cost, self._optional = cost, optional
         self._num_heads = 0 if heads is None else heads.num_heads
 
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+        self.gate.use_cost(cost)
+
     def price(
         self, scheduled: SequenceOf[ScheduledSequence], num_decoding: int, num_nodes: int, num_prefill_rows: int
     ) -> StepPrice:

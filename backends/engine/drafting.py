@@ -52,6 +52,9 @@ class DraftPlanner:
         self._config, self._cost = config, cost
         self._accounting, self._optional = accounting, optional
 
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+
     def plan(self, decoding: SequenceOf[Sequence], *, num_prefill_rows: int, num_prefilling: int) -> DraftPlan:
         """Candidates for a step in which ``decoding`` get a row each, and prompts ``num_prefill_rows``.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from backends.cost.persistence import CostKeeping
 from backends.cost.probe import MEASURE_S, ROWS, SEQUENCES, CostProbe
 from backends.cost.record import CHECKED_ROWS, CostRecord, key_of
 from backends.cost.step_cost import StepCost
+from backends.engine.start_stages import StartStages
 from backends.runners.base import ProposalRequest, Proposals
 from backends.runners.batch import StepBatch
 from backends.types import START_LOG
@@ -67,7 +69,8 @@ def test_measuring_ends_in_time_on_any_machine(step_s: float, row_s: float, head
     assert [size for size, _ in measured.cost.heads] == (list(SEQUENCES) if heads else [])
     times = [measured.cost.forward_ms(rows) for rows in range(1, 200)]
     assert times == sorted(times) and times[0] == pytest.approx(runner.seconds(1) * 1e3)
-    if not set(ROWS) <= set(runner.rows):
+    assert set(measured.cost.guessed) == set(ROWS) - set(runner.rows)
+    if measured.cost.guessed:
         assert not measured.worth_keeping
 
 
@@ -133,15 +136,46 @@ def test_the_first_touch_of_memory_is_not_taken_for_what_a_step_takes() -> None:
     assert found == [(rows, pytest.approx(runner.seconds(rows) * 1e3)) for rows in CHECKED_ROWS]
 
 
+@settings(max_examples=100)
+@given(st.dictionaries(st.sampled_from(ROWS), st.floats(1e-5, 30.0)), st.floats(1e-4, 2.0), st.booleans())
+def test_any_cost_of_rows_is_measured_in_time_and_guessed_rising(
+    stalls: dict[int, float], step_s: float, early: bool
+) -> None:
+    """Whatever a size takes: its first run may be the last, for a longer one there is no telling before."""
+    runner: Any = SlowRunner(step_s, 0.0)
+    runner.seconds = lambda rows: step_s + stalls.get(rows, 0.0)
+    most = 32 if early else max(ROWS)
+    measured = CostProbe(runner, None, clock=runner.clock, most_rows=most).measure()
+    assert runner.now <= MEASURE_S + max(runner.seconds(rows) for rows in ROWS) + 2 * runner.seconds(1)
+    assert [size for size, _ in measured.cost.rows] == sorted(ROWS)
+    times = [ms for _, ms in measured.cost.rows]
+    assert times == sorted(times)
+    assert set(measured.cost.guessed) == set(ROWS) - set(runner.rows) >= {size for size in ROWS if size > most}
+
+
 def test_a_start_says_what_it_does(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     from backends.engine import loading
     from backends.models.tiny import TINY_MODEL_NAME
 
+    def hurried(runner: Any, heads: Any, most_rows: int) -> CostProbe:
+        return CostProbe(runner, heads, budget_s=0.05, most_rows=most_rows)
+
     caplog.set_level(logging.INFO, START_LOG)
-    monkeypatch.setattr(loading, "CostProbe", lambda runner, heads: CostProbe(runner, heads, budget_s=0.05))
+    monkeypatch.setattr(loading, "CostProbe", hurried)
     opened = loading.open_engine(loading.EngineOptions(model=TINY_MODEL_NAME, threads=1, max_running=2))
     opened.decoder.close()
     said = [record.getMessage() for record in caplog.records if record.name == START_LOG]
-    assert said[0] == f"loading {TINY_MODEL_NAME}"
-    assert said[1] == f"{TINY_MODEL_NAME}: measuring what steps cost (about 5 s at most)"
-    assert said[2].startswith(f"{TINY_MODEL_NAME} is ready after ")
+    assert said[0] == f"measuring what steps of {TINY_MODEL_NAME} cost (at most 5 s)"
+    assert re.fullmatch(
+        rf"{TINY_MODEL_NAME} \(\w+\) is ready after [\d.]+ s: loading [\d.]+, measuring [\d.]+"
+        "; what steps of \\d+ sizes cost is guessed until there is an idle moment",
+        said[1],
+    )
+
+
+def test_stages_inside_each_other_are_not_counted_twice() -> None:
+    ticks = iter([0.0, 0.0, 1.0, 4.0, 6.0, 6.5])  # opened; outer begins, inner begins and ends, outer ends; told
+    stages = StartStages(lambda: next(ticks))
+    with stages.stage("loading"), stages.stage("demo model"):
+        pass
+    assert stages.told() == "6.5 s: loading 3.0, demo model 3.0"
