@@ -64,8 +64,8 @@ class CostKeeping:
             log.warning("the cost table was measured in a busy moment; the kept one is used after all")
             return kept
         log.warning(
-            "the cost table was measured in a busy moment, or in part for want of time; it is used, but not kept "
-            "for the next start"
+            "the cost table was measured in a busy moment, or in too small a part for want of time; it is used, but "
+            "not kept for the next start"
         )
         if not measured.restless:
             self._kept = record

@@ -32,21 +32,22 @@ _RANKS = 10
 _TURNS, _HEADS_TURNS = 3, 5
 _RUNS = {range(1, 17): (4, 5), range(17, 1 << 20): (1, 1)}
 _CHECKS = 3
+_SMALL = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``complete``: there was time for all sizes that were asked for. ``restless``: the machine was too busy for the
-    times to mean much."""
+    """``usable``: there was time for what small trees are decided by; what else is missing is marked as guessed.
+    ``restless``: the machine was too busy for the times to mean much."""
 
     cost: StepCost
-    complete: bool
+    usable: bool
     restless: bool
 
     @property
     def worth_keeping(self) -> bool:
         """To be believed by others, and later."""
-        return self.complete and not self.restless
+        return self.usable and not self.restless
 
 
 @dataclass(slots=True)
@@ -72,22 +73,21 @@ class CostProbe:
         every = [size for size in ROWS if size <= self.runner.max_rows]
         sizes = [size for size in every if size <= self.most_rows]
         forward, heads = self.timings(), self._heads_timings()
-        # First every size once. Without those of one row and one sequence there is no table.
+        # First every size once, and once more. Without those of one row and one sequence there is no table.
         self._first(forward, sizes[:1])
-        complete = self._heads_once(heads) and forward.turn(sizes[1:])
-        for turn in range(_TURNS if complete else 0):
-            done = True
+        in_time = self._heads_once(heads) and forward.turn(sizes[1:]) and forward.turn(sizes)
+        for _ in range(_TURNS if in_time else 0):
             for rows, (warm_up, burst) in _RUNS.items():
-                done &= forward.turn([size for size in sizes if size in rows], warm_up=warm_up, burst=burst)
+                in_time &= forward.turn([size for size in sizes if size in rows], warm_up=warm_up, burst=burst)
             if heads is not None:
-                done &= heads.turn(SEQUENCES * (_HEADS_TURNS // _TURNS + 1))
-            if not done:
-                complete = turn > 0
+                in_time &= heads.turn(SEQUENCES * (_HEADS_TURNS // _TURNS + 1))
+            if not in_time:
                 break
-        times = forward.times()
+        # One row is never a guess: guesses start from there.
+        times, settled = forward.times(), forward.settled() | {1}
         table = completed(smoothed(medians(dict(sorted(times.items())))), every)
-        cost = StepCost.from_measurements(table, self._heads_points(heads), set(every) - set(times))
-        return Measured(cost, complete, restless(times))
+        cost = StepCost.from_measurements(table, self._heads_points(heads), set(every) - settled)
+        return Measured(cost, settled >= {size for size in sizes if size <= _SMALL}, restless(times))
 
     def measure_heads(self) -> list[tuple[int, float]]:
         """Milliseconds of the heads by number of sequences; empty without heads."""

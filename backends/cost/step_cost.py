@@ -106,6 +106,10 @@ class Timings:
         there are others."""
         return {size: found[1:] or found for size, found in self._times.items()}
 
+    def settled(self) -> set[int]:
+        """Sizes whose times are more than the first touch of memory."""
+        return {size for size, found in self._times.items() if len(found) > 1}
+
     def once(self, size: int, *, keep: bool = True) -> None:
         """One run, whatever the budget says."""
         clock = self.budget.clock

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import platformdirs
@@ -18,6 +19,7 @@ import pytest
 PATIENCE_S = 120.0
 LOGGED = r"[\d-]+ [\d:,]+ INFO backends\.start: "
 MODEL = "smollm2-135m-instruct"
+QUESTION = {"max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]}
 START = [
     LOGGED + r"loading the demo model \(a few seconds, most of them for torch and transformers\)",
     LOGGED + rf"measuring what steps of {MODEL} cost \(at most 5 s\)",
@@ -32,9 +34,9 @@ BUSY = r"[\d-]+ [\d:,]+ WARNING backends\.cost\.persistence: .*"
 """On a machine that has other things to do, or is slow."""
 
 
-def started(cache: Path, *, terminal: bool, **environment: str) -> tuple[list[str], list[dict[str, object]]]:
-    """Serve the demo model until it is ready. Returns the lines up to then, and what ``/admin/backends`` says."""
-    command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--redis-url", "memory", "--device", "cpu"]
+def started(cache: Path, *options: str, terminal: bool, **environment: str) -> tuple[list[str], Any]:
+    """Serve until an answer. Returns the lines up to the readiness, and what ``/admin/backends`` says of the engine."""
+    command = [sys.executable, "-m", "gateway", "serve", *options, "--port", "0", "--redis-url", "memory"]
     ours, theirs = pty.openpty() if terminal else os.pipe()
     with subprocess.Popen(
         command,
@@ -53,14 +55,18 @@ def started(cache: Path, *, terminal: bool, **environment: str) -> tuple[list[st
                     assert line, f"it ended with {lines}"
                     lines.append(line.removesuffix("\n").removesuffix("\r"))
                 url = lines[-2].split()[-1].removesuffix("/v1")
-                backends = httpx.get(f"{url}/admin/backends", timeout=PATIENCE_S).json()["backends"]
+                (engine,) = httpx.get(f"{url}/admin/backends", timeout=PATIENCE_S).json()["backends"]
                 answer = httpx.post(
                     f"{url}/v1/chat/completions",
-                    json={"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "Hello"}]},
+                    json={
+                        "model": engine["model"],
+                        "max_tokens": 2,
+                        "messages": [{"role": "user", "content": "Hello"}],
+                    },
                     timeout=PATIENCE_S,
                 )
                 assert answer.status_code == 200, answer.text
-                return lines, backends
+                return lines, engine
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -81,10 +87,11 @@ def test_the_first_start_into_a_pipe_and_one_without_a_compiler_on_a_terminal(tm
     built = Path(platformdirs.user_cache_dir("medusa-gateway")) / "native"
     if built.is_dir():  # they are compiled once a machine, and other tests do
         shutil.copytree(built, tmp_path / "medusa-gateway" / "native")
-    lines, (backend,) = started(tmp_path, terminal=False)
+    lines, engine = started(tmp_path, "--device", "cpu", terminal=False)
     check([line for line in lines if not re.fullmatch(NO_KERNELS, line)], [START[0], CONVERTING, *START[1:]])
-    cost = backend["step_cost"]
-    assert isinstance(cost, dict)
+    cost = engine["step_cost"]
     assert {"1", "8", "32", "128"} <= cost["rows_ms"].keys() and set(cost["guessed_rows"]) >= {48, 64, 96, 128}
-    lines, _ = started(tmp_path, terminal=True, CC="false")
-    check(lines, [START[0], NO_KERNELS, *START[1:]])
+    lines, _ = started(tmp_path, "--model", "tiny-random", terminal=True, CC="false")
+    tiny = [line.replace("the demo model", "tiny-random").replace(MODEL, "tiny-random") for line in START]
+    tiny[2] = tiny[2].replace(r"demo model [\d.]+, ", "")
+    check(lines, [tiny[0], NO_KERNELS, *tiny[1:]])
