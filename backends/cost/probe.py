@@ -86,7 +86,7 @@ class CostProbe:
         # One row is never a guess: guesses start from there.
         times, settled = forward.times(), forward.settled() | {1}
         table = completed(smoothed(medians(dict(sorted(times.items())))), every)
-        cost = StepCost.from_measurements(table, self._heads_points(heads), set(every) - settled)
+        cost = StepCost.from_measurements(table, self._heads_points(heads), sorted(set(every) - settled))
         return Measured(cost, settled >= {size for size in sizes if size <= _SMALL}, restless(times))
 
     def measure_heads(self) -> list[tuple[int, float]]:
