@@ -48,8 +48,7 @@ ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
 
 _KV_BYTES = 2 << 30
-# See docs/operations.md for what was measured.
-_WITHOUT_KERNELS = "steps take several times as long and drafting pays less; install a C compiler"
+_WITHOUT_KERNELS = "which is slower where the kernels fit the CPU; install a C compiler"
 
 
 @dataclass(frozen=True, slots=True)
