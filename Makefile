@@ -34,7 +34,8 @@ setup: $(VENV)/.installed
 model: setup
 	@$(BIN)/python -c "from backends.models.demo import prepare_demo_model; prepare_demo_model()"
 
-serve: model
+# Converts the demo model where that was not done yet.
+serve: setup
 	@$(BIN)/medusa-gateway serve --port $(PORT)
 
 lint: $(VENV)/.installed-test

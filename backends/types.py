@@ -297,6 +297,15 @@ class CostKeeper(Protocol):
         ...
 
 
+@runtime_checkable
+class CostTeller(Protocol):
+    """A decoder that decides by a table of what its steps cost."""
+
+    def step_cost(self) -> dict[str, Any]:
+        """For people, to be written as JSON: milliseconds by rows and by sequences, and what of it is a guess."""
+        ...
+
+
 class PromptTooLong(ValueError):
     """A text has more tokens than its caller can use; ``tokens``: how many, or a number that it has at least."""
 

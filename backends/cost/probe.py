@@ -19,9 +19,12 @@ from backends.runners.batch import PAGE_SIZE, BatchBuilder
 ROWS = (1, 2, 4, 8, 16, 32, 3, 6, 12, 5, 7, 10, 64, 24, 48, 128, 96)
 SEQUENCES = (1, 4, 16, 32)
 CONTEXT = 256
+EARLY_ROWS = 32
+"""Up to here a start measures. Larger steps have more requests in them than the first ones will be, and are dear to
+measure: their times are guessed until the engine is idle, see :mod:`backends.cost.idle`."""
 MEASURE_S = 5.0
-"""What measuring may take of a start, checking a kept table included. A machine on which that is not enough for the
-whole table goes on with a part of it; calibration mends the rest while serving."""
+"""What measuring may take of a start, checking a kept table included. A machine on which that is not enough goes on
+with guesses for the rest."""
 _CHECK_SHARE = 0.3
 _RANKS = 10
 # Turns; runs before and timed runs in a turn, by rows: trees of one or a few requests have few rows, and there a tenth
@@ -29,58 +32,62 @@ _RANKS = 10
 _TURNS, _HEADS_TURNS = 3, 5
 _RUNS = {range(1, 17): (4, 5), range(17, 1 << 20): (1, 1)}
 _CHECKS = 3
+_SMALL = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``complete``: there was time for all sizes. ``restless``: the machine was too busy for the times to mean much."""
+    """``usable``: there was time for what small trees are decided by; what else is missing is marked as guessed.
+    ``restless``: the machine was too busy for the times to mean much."""
 
     cost: StepCost
-    complete: bool
+    usable: bool
     restless: bool
 
     @property
     def worth_keeping(self) -> bool:
         """To be believed by others, and later."""
-        return self.complete and not self.restless
+        return self.usable and not self.restless
 
 
 @dataclass(slots=True)
 class CostProbe:
     """A runner that nobody else uses at the time, with its heads. Measures over a context of a few hundred tokens.
 
-    All that one probe does fits ``budget_s``, but for one run of a size that takes longer.
+    All that one probe does fits ``budget_s``, but for one run of a size that takes longer. ``most_rows``: larger sizes
+    are not measured but guessed.
     """
 
     runner: ModelRunner
     heads: HeadsRunner | None
     budget_s: float = MEASURE_S
     clock: Callable[[], float] = time.perf_counter
+    most_rows: int = max(ROWS)
     _budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
         self._budget = Budget(self.budget_s, self.clock)
 
     def measure(self) -> Measured:
-        """The whole table; on a slow machine what the budget allows, and estimates for the rest."""
-        sizes = [size for size in ROWS if size <= self.runner.max_rows]
-        forward, heads = Timings(self._forward, self._budget), self._heads_timings()
-        # First every size once. Without those of one row and one sequence there is no table.
+        """A whole table; on a slow machine what the budget allows, and guesses for the rest."""
+        every = [size for size in ROWS if size <= self.runner.max_rows]
+        sizes = [size for size in every if size <= self.most_rows]
+        forward, heads = self.timings(), self._heads_timings()
+        # First every size once, and once more. Without those of one row and one sequence there is no table.
         self._first(forward, sizes[:1])
-        complete = self._heads_once(heads) and forward.turn(sizes[1:])
-        for turn in range(_TURNS if complete else 0):
-            done = True
+        in_time = self._heads_once(heads) and forward.turn(sizes[1:]) and forward.turn(sizes)
+        for _ in range(_TURNS if in_time else 0):
             for rows, (warm_up, burst) in _RUNS.items():
-                done &= forward.turn([size for size in sizes if size in rows], warm_up=warm_up, burst=burst)
+                in_time &= forward.turn([size for size in sizes if size in rows], warm_up=warm_up, burst=burst)
             if heads is not None:
-                done &= heads.turn(SEQUENCES * (_HEADS_TURNS // _TURNS + 1))
-            if not done:
-                complete = turn > 0
+                in_time &= heads.turn(SEQUENCES * (_HEADS_TURNS // _TURNS + 1))
+            if not in_time:
                 break
-        times = forward.times()
-        table = completed(smoothed(medians(dict(sorted(times.items())))), sizes)
-        cost = StepCost.from_measurements(table, self._heads_points(heads))
-        return Measured(cost, complete, restless(times))
+        # One row is never a guess: guesses start from there.
+        times, settled = forward.times(), forward.settled() | {1}
+        table = completed(smoothed(medians(dict(sorted(times.items())))), every)
+        cost = StepCost.from_measurements(table, self._heads_points(heads), sorted(set(every) - settled))
+        return Measured(cost, settled >= {size for size in sizes if size <= _SMALL}, restless(times))
 
     def measure_heads(self) -> list[tuple[int, float]]:
         """Milliseconds of the heads by number of sequences; empty without heads."""
@@ -92,12 +99,16 @@ class CostProbe:
     def check(self) -> list[tuple[int, float]]:
         """Milliseconds at the few sizes by which a kept table is judged, in a fraction of the time."""
         sizes = [size for size in CHECKED_ROWS if size <= self.runner.max_rows]
-        forward = Timings(self._forward, self._budget, share=_CHECK_SHARE)
+        forward = self.timings(_CHECK_SHARE)
         self._first(forward, sizes[:1])
         if forward.turn(sizes[1:]):
             for _ in range(_CHECKS):
                 forward.turn(sizes, warm_up=_CHECKS)
         return medians(forward.times())
+
+    def timings(self, share: float = 1.0) -> Timings:
+        """Of forwards by rows."""
+        return Timings(self._forward, self._budget, share=share)
 
     @staticmethod
     def _first(forward: Timings, size: list[int]) -> None:

@@ -52,6 +52,7 @@ class CostRecord:
                 "measured_at": round(self.measured_at, 3),
                 "rows_ms": [[size, round(ms, 6)] for size, ms in self.cost.rows],
                 "heads_ms": [[size, round(ms, 6)] for size, ms in self.cost.heads],
+                "guessed": list(self.cost.guessed),
                 "factors": {str(bucket): round(factor, 6) for bucket, factor in sorted(self.factors.items())},
             }
         )
@@ -68,8 +69,17 @@ def key_of(facts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(facts.items())).encode()).hexdigest()[:32]
 
 
-def read_record(text: str, facts: Mapping[str, str], now: float) -> CostRecord:
-    """Raises :class:`UnusableRecord` for a text that is damaged, of another version, too old, or of another device."""
+def neighbourhood(facts: Mapping[str, str]) -> dict[str, str]:
+    """Those of the facts that tables must share for one to have the other's shape: one machine, one model. A table of
+    other weights' precision, or made by an older version, is a first guess where nothing was measured."""
+    return {name: facts[name] for name in ("runner", "device", "cores", "model", "heads") if name in facts}
+
+
+def read_record(text: str, facts: Mapping[str, str], now: float, *, only_these: bool = False) -> CostRecord:
+    """Raises :class:`UnusableRecord` for a text that is damaged, of another version, too old, or of another device.
+
+    ``only_these``: it may have further facts.
+    """
     try:
         found = json.loads(text)
         if not isinstance(found, dict):
@@ -79,16 +89,21 @@ def read_record(text: str, facts: Mapping[str, str], now: float) -> CostRecord:
         record = CostRecord(
             facts={str(name): str(value) for name, value in found["facts"].items()},
             measured_at=_finite(found["measured_at"]),
-            cost=StepCost(_points(found["rows_ms"]), _points(found["heads_ms"], least=0)),
+            cost=StepCost(
+                _points(found["rows_ms"]),
+                _points(found["heads_ms"], least=0),
+                # Tables of earlier versions were measured whole.
+                tuple(int(size) for size in found.get("guessed", ())),
+            ),
             factors={int(bucket): _finite(factor) for bucket, factor in found["factors"].items()},
         )
     except UnusableRecord:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UnusableRecord(f"it is damaged ({type(error).__name__}: {error})") from None
-    if record.facts != facts:
+    names = facts.keys() if only_these else {*facts, *record.facts}
+    if other := sorted(name for name in names if facts.get(name) != record.facts.get(name)):
         # The key is a digest of the facts: somebody has renamed or edited what lies there.
-        other = sorted(name for name in {*facts, *record.facts} if facts.get(name) != record.facts.get(name))
         raise UnusableRecord(f"it is of another device or model: {', '.join(other)} differ")
     age = now - record.measured_at
     if age > MOST_AGE_S or age < -CLOCK_SLACK_S:
@@ -102,7 +117,7 @@ def judge(kept: StepCost, found: Sequence[tuple[int, float]]) -> Verdict:
     What is decided by a table depends on its shape, so that is held to more strictly than its level, which moves with
     what else the machine does. A table from a busy moment fails at the first start in a quiet one, by its level.
     """
-    ratios = [(rows, ms / kept.forward_ms(rows)) for rows, ms in found]
+    ratios = [(rows, ms / kept.forward_ms(rows)) for rows, ms in found if rows not in kept.guessed]
     level = statistics.median(ratio for _, ratio in ratios)
     if not 1 / _LEVEL_OFF <= level <= _LEVEL_OFF:
         return Verdict(False, f"steps take {level:.2f} times what it says")

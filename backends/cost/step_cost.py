@@ -15,10 +15,13 @@ class StepCost:
 
     Between measured points it is linear; beyond the last it goes on with the last slope. Both tables are ascending in
     size; times are made non-decreasing, since noise must not make more rows look cheaper.
+
+    ``guessed``: the numbers of rows whose times are not measured yet, see :func:`completed`.
     """
 
     rows: tuple[tuple[int, float], ...]
     heads: tuple[tuple[int, float], ...] = ()
+    guessed: tuple[int, ...] = ()
     _by_rows: list[float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -26,8 +29,10 @@ class StepCost:
         object.__setattr__(self, "_by_rows", [_interpolate(self.rows, size) for size in range(_LISTED_ROWS)])
 
     @classmethod
-    def from_measurements(cls, rows: Sequence[tuple[int, float]], heads: Sequence[tuple[int, float]] = ()) -> StepCost:
-        return cls(_non_decreasing(rows), _non_decreasing(heads))
+    def from_measurements(
+        cls, rows: Sequence[tuple[int, float]], heads: Sequence[tuple[int, float]] = (), guessed: Sequence[int] = ()
+    ) -> StepCost:
+        return cls(_non_decreasing(rows), _non_decreasing(heads), tuple(sorted(guessed)))
 
     def forward_ms(self, rows: int) -> float:
         return self._by_rows[rows] if rows < _LISTED_ROWS else _interpolate(self.rows, rows)
@@ -90,10 +95,10 @@ class Timings:
         complete = True
         for size in sizes:
             for number in range(warm_up + burst):
-                if not anyway and self._expected_s(size) > self.budget.left(self.share):
+                if not anyway and self.expected_s(size) > self.budget.left(self.share):
                     complete = False
                     break
-                self._time(size, keep=number >= warm_up)
+                self.once(size, keep=number >= warm_up)
         return complete
 
     def times(self) -> dict[int, list[float]]:
@@ -101,7 +106,12 @@ class Timings:
         there are others."""
         return {size: found[1:] or found for size, found in self._times.items()}
 
-    def _time(self, size: int, *, keep: bool) -> None:
+    def settled(self) -> set[int]:
+        """Sizes whose times are more than the first touch of memory."""
+        return {size for size, found in self._times.items() if len(found) > 1}
+
+    def once(self, size: int, *, keep: bool = True) -> None:
+        """One run, whatever the budget says."""
         clock = self.budget.clock
         began = clock()
         self.before()
@@ -112,8 +122,9 @@ class Timings:
         if keep:
             self._times.setdefault(size, []).append((ended - start) * 1e3)
 
-    def _expected_s(self, size: int) -> float:
-        """By the nearest size that has run: of a larger one, each row takes at most what the others took."""
+    def expected_s(self, size: int) -> float:
+        """What a run would take, with what comes before it: by the nearest size that has run; of a larger one, each
+        row takes at most what the others took. 0 when none has."""
         smaller = max((known for known in self._whole_s if known <= size), default=None)
         if smaller is not None:
             return self._whole_s[smaller] * size / smaller
@@ -125,18 +136,32 @@ def medians(times: Mapping[int, Sequence[float]]) -> list[tuple[int, float]]:
     return [(size, sorted(found)[len(found) // 2]) for size, found in times.items()]
 
 
-def completed(points: Sequence[tuple[int, float]], sizes: Sequence[int]) -> list[tuple[int, float]]:
+def completed(
+    points: Sequence[tuple[int, float]], sizes: Sequence[int], like: StepCost | None = None
+) -> list[tuple[int, float]]:
     """A point for each of ``sizes``, which the points are among: as measured; on the line between its neighbours; below
-    the smallest as that. Beyond the largest in proportion to it, which is the dear end of what can be: what was not
-    measured must not look cheap.
+    the smallest as that. Beyond the largest it rises as ``like`` does, a table of the same CPU; without one in
+    proportion to the rows, which is the dear end of what can be: what was not measured must not look cheap.
     """
     ordered, measured = tuple(sorted(points)), dict(points)
     largest, ms = ordered[-1]
 
     def estimate(size: int) -> float:
-        return ms * size / largest if size > largest else _interpolate(ordered, size)
+        if size <= largest:
+            return _interpolate(ordered, size)
+        dearest = size / largest
+        return ms * (dearest if like is None else min(like.forward_ms(size) / like.forward_ms(largest), dearest))
 
     return [(size, measured[size] if size in measured else estimate(size)) for size in sorted(sizes)]
+
+
+def refined(cost: StepCost, found: Mapping[int, float], like: StepCost | None = None) -> StepCost:
+    """The table with what was ``found`` of its guesses, in milliseconds by rows; what stays guessed follows anew from
+    what is measured by now (see :func:`completed`)."""
+    sizes = [size for size, _ in cost.rows]
+    left = [size for size in cost.guessed if size not in found]
+    known = {size: found.get(size, ms) for size, ms in cost.rows if size not in left}
+    return StepCost.from_measurements(completed(_non_decreasing(list(known.items())), sizes, like), cost.heads, left)
 
 
 def smoothed(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:

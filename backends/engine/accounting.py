@@ -26,6 +26,9 @@ class StepAccounting:
         self.samples: deque[StepSample] = deque(maxlen=_MOST_SAMPLES)
         self._cost, self._optional = cost, optional
 
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+
     def price(self, num_decoding: int, num_nodes: int, num_prefill_rows: int, offers_ms: float) -> StepPrice:
         """What a step costs by the table in which ``num_decoding`` sequences decode, with ``num_nodes`` candidates
         altogether, for which the drafters took ``offers_ms``."""

@@ -92,6 +92,12 @@ class EngineCore:
     def load(self) -> EngineLoad:
         return self.scheduler.load(self._clock())
 
+    def use_cost(self, cost: StepCost) -> None:
+        """Decide by a better table from now on."""
+        self.cost = cost
+        self.accounting.use_cost(cost)
+        self.drafting.use_cost(cost)
+
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises :class:`RequestRefused` for one that can never run; the gateway does so before."""
         longest = len(request.prompt_token_ids) + request.sampling.max_tokens

@@ -60,6 +60,10 @@ class Drafter(Protocol):
         """What making these in one call took by the cost table, in milliseconds."""
         ...
 
+    def use_cost(self, cost: StepCost) -> None:
+        """Decide by a better table from now on."""
+        ...
+
     def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
         """So many more tokens of its prompt are in the cache."""
         ...
@@ -75,6 +79,10 @@ class HeadsDrafter:
     ) -> None:
         self._heads, self._config, self._cost = heads, config, cost
         self._gate, self._calibration = gate, calibration
+
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+        self._gate.use_cost(cost)
 
     def propose(self, call: DraftingCall) -> list[Proposals | None]:
         asking = self._asking(call)
@@ -168,6 +176,9 @@ class LookupDrafter:
 
     def __init__(self, cost: StepCost, calibration: Calibration) -> None:
         self._cost, self._calibration = cost, calibration
+
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
 
     def propose(self, call: DraftingCall) -> list[Continuation | None]:
         row_cost_factor = self._calibration.row_cost_factor(call.num_decoding)

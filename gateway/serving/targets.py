@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from backends.types import ModelInfo
+from backends.types import CostTeller, ModelInfo
 from gateway.admission import Places
 from gateway.routing.choice import Candidate
 from gateway.routing.spec import Placement
@@ -75,7 +75,8 @@ class EngineBackend:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        load = self.served.decoder.load()
+        decoder = self.served.decoder
+        load = decoder.load()
         return {
             "name": self.name,
             "kind": self.kind,
@@ -96,6 +97,7 @@ class EngineBackend:
             "max_running": load.max_running,
             "kv_pages_used": load.kv_pages_used,
             "kv_pages_total": load.kv_pages_total,
+            "step_cost": decoder.step_cost() if isinstance(decoder, CostTeller) else None,
         }
 
     def check_options(self, options: DecodingOptions | None) -> None:

@@ -310,7 +310,7 @@ def test_a_file_that_is_no_text_is_ignored(tmp_path: Path) -> None:
     keeping(store).open(probe)
     assert probe.measured == 1
     assert read_record(store.load(key_of(FACTS)) or "", FACTS, NOW).cost == TABLE
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"], "nothing half-written stays"
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}, "nothing half-written stays"
 
 
 def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -320,6 +320,54 @@ def test_a_table_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) ->
         with pytest.raises((OSError, ValueError)):
             store.save("a", text)
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+# Guesses.
+
+PART = StepCost.from_measurements([(1, 4.0), (8, 6.0), (32, 24.0)], guessed=[32])
+
+
+@dataclass
+class PartProbe(ScriptedProbe):
+    """There was no time for the largest size."""
+
+    in_time: bool = True
+
+    def measure(self) -> Measured:
+        return Measured(PART, self.in_time, self.busy)
+
+
+def test_what_was_not_measured_is_guessed_by_a_table_of_other_weights_on_the_same_machine() -> None:
+    facts = {**FACTS, "model": "m", "heads": "h", "runner": "native"}
+    shelf = Shelf()
+    CostKeeping({**facts, "dtype": "float32", "threads": "2"}, [shelf], lambda: NOW).open(ScriptedProbe())
+    found = CostKeeping(facts, [shelf], lambda: NOW).open(PartProbe()).cost
+    assert found.guessed == (32,)
+    assert found.forward_ms(8) == 6.0 and found.forward_ms(32) == pytest.approx(6.0 * 28 / 11)
+    for other in ({"device": "another CPU"}, {"cores": "4"}, {"model": "another"}):
+        assert CostKeeping({**facts, **other}, [shelf], lambda: NOW).open(PartProbe()).cost == PART
+
+
+def test_guesses_are_kept_as_such_and_give_way_to_what_is_measured_later() -> None:
+    shelf = Shelf()
+    first = keeping(shelf)
+    assert first.open(PartProbe()).cost == PART
+    assert keeping(shelf).open(PartProbe(speed=0.5)).cost == PART, "the guess is not held against the table"
+    assert not first.refine({})
+    first.improve(TABLE)
+    assert first.refine({1: 1.2}) and not first.refine({1: 1.2})
+    found = read_record(shelf.texts[key_of(FACTS)], FACTS, NOW)
+    assert found.cost == TABLE and found.factors == {1: 1.2}
+
+
+@pytest.mark.parametrize(("busy", "kept"), [(False, True), (True, False)])
+def test_a_start_without_time_is_made_up_for_and_one_in_a_busy_moment_is_not(busy: bool, kept: bool) -> None:
+    shelf = Shelf()
+    kept_costs = keeping(shelf)
+    kept_costs.open(PartProbe(busy=busy, in_time=False))
+    assert not shelf.texts
+    kept_costs.improve(TABLE)
+    assert kept_costs.refine({}) == bool(shelf.texts) == kept
 
 
 # In an engine.
@@ -334,7 +382,7 @@ def test_an_engine_starts_warm_and_hands_on_what_it_learns(
     caplog.set_level(logging.INFO)
     probes = [ScriptedProbe() for _ in range(3)]
     scripted: Callable[..., ScriptedProbe] = iter(probes).__next__
-    monkeypatch.setattr(loading, "CostProbe", lambda runner, heads: scripted())
+    monkeypatch.setattr(loading, "CostProbe", lambda runner, heads, most_rows: scripted())
     options, store = loading.EngineOptions(model=TINY_MODEL_NAME, threads=1, max_running=2), FolderStore(tmp_path)
     parts = [loading.load_parts(options) for _ in range(3)]
     cold = loading.build_core(parts[0], options, cost_stores=[store])
@@ -352,10 +400,10 @@ def test_an_engine_starts_warm_and_hands_on_what_it_learns(
     assert warm.core.accounting.calibration.factor(1) == pytest.approx(1.3)
     assert "taken over" in caplog.text
 
-    other = replace(options, threads=2)
+    other = replace(options, max_model_len=64)
     loading.build_core(parts[2], other, cost_stores=[store])
-    assert probes[2].measured == 1, "two threads are another device"
-    assert len(list(tmp_path.iterdir())) == 2
+    assert probes[2].measured == 1, "over a shorter context steps take another time"
+    assert len(list(tmp_path.iterdir())) == 3, "two of them, and the last as a guess for what comes near"
 
 
 def test_the_facts_tell_engines_apart() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
+from backends.cost.step_cost import StepCost
 from backends.engine.core import EngineCore
 from backends.engine.drafters import DraftingCall
 from backends.engine.sequence import Sequence
@@ -48,6 +49,9 @@ class Script:
     def cost_ms(self, offers: SequenceOf[Offer]) -> float:
         assert offers and all(isinstance(offer, Chain) for offer in offers)
         return 0.01
+
+    def use_cost(self, cost: StepCost) -> None:
+        pass
 
     def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
         assert 0 < num_tokens <= sequence.num_computed_tokens

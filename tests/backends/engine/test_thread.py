@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from backends.engine import thread
 from backends.engine.core import EngineCore
 from backends.engine.thread import Engine, Generation
 from backends.runners.batch import StepBatch
@@ -330,3 +331,61 @@ def test_a_loop_that_closes_while_its_requests_run_leaves_nothing(engine_of: Mak
         return await read(engine.submit(request("orphan", PROMPT, max_tokens=2)))
 
     assert len(ids(asyncio.run(same_id()))) == 2
+
+
+class IdleWork:
+    """Stands in for measuring in idle moments: the test says how long a run takes."""
+
+    def __init__(self, core: EngineCore, runs: int) -> None:
+        self.cost, self.better = core.cost, replace(core.cost, guessed=())
+        self.begun, self.permits = threading.Semaphore(0), threading.Semaphore(0)
+        self.left, self.busy_with = runs, list[bool]()
+        self._core = core
+
+    def step(self) -> bool:
+        self.begun.release()
+        assert self.permits.acquire(timeout=PATIENCE_S)
+        self.busy_with.append(self._core.has_work)
+        self.left -= 1
+        if not self.left:
+            self.cost = self.better
+        return self.left > 0
+
+
+async def test_idle_moments_are_used_and_a_request_waits_for_one_run_at_most(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thread, "_IDLE_AFTER_S", 0.0)
+    core = make_core()
+    idle = IdleWork(core, runs=3)
+    engine = engine_of(core, idle=idle)
+    assert await asyncio.to_thread(idle.begun.acquire, timeout=PATIENCE_S)
+    handle = engine.submit(request("early", PROMPT, max_tokens=8))
+    idle.permits.release()  # the run that was in progress, and no other
+    assert len(ids(await read(handle))) == 8
+    idle.permits.release(2)
+    for _ in range(2):
+        assert await asyncio.to_thread(idle.begun.acquire, timeout=PATIENCE_S)
+    await settled(engine)
+    assert idle.busy_with == [False] * 3, "never while somebody is answered"
+    assert core.cost is idle.better and core.drafting._cost is idle.better and core.accounting._cost is idle.better
+
+
+async def test_measuring_that_breaks_breaks_nothing_else(
+    engine_of: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried = threading.Semaphore(0)
+
+    class Broken:
+        def step(self) -> bool:
+            tried.release()
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(thread, "_IDLE_AFTER_S", 0.0)
+    engine = engine_of(idle=Broken())
+    assert await asyncio.to_thread(tried.acquire, timeout=PATIENCE_S)
+    for number in range(2):
+        assert len(ids(await read(engine.submit(request(f"r{number}", PROMPT, max_tokens=4))))) == 4
+    assert engine.alive
+    engine.close()
+    assert caplog.text.count("what is guessed stays guessed") == 1
