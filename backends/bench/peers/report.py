@@ -31,6 +31,7 @@ def make_report(measured: Measured, reference: str, decode: Callable[[Sequence[i
         },
         "cells": [_cell_report(cell, measured, names, reference) for cell in measured.answers],
         "skipped": measured.skipped,
+        "run_once": measured.slow,
     }
 
 
@@ -119,6 +120,7 @@ def table(report: dict[str, Any]) -> str:
         rows.append(row)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines += [f"left out: {name}: {reason}" for name, reason in report["skipped"].items()]
+    lines += [f"run once, as it took so long: {name}: {', '.join(cells)}" for name, cells in report["run_once"].items()]
     return "\n".join(lines)
 
 

@@ -28,7 +28,11 @@ from backends.bench.peers.figures import Answer
 from backends.bench.peers.process import WorkerFailed, WorkerProcess
 
 _LOAD_S = 240.0
-_RUN_S = 180.0
+_RUN_S = 120.0
+_SLOW_S = 10.0
+"""Who took longer for a cell has run it once, and doesn't again: nobody waits for the same answer twice."""
+_LONG_PROMPT = 512
+"""Tokens; from here on one prompt says how long the first token takes, of shorter ones two a round."""
 
 Ids = tuple[int, ...]
 
@@ -66,12 +70,14 @@ class PeersOptions:
 
 @dataclass(slots=True)
 class Measured:
-    """``answers``: by cell and contestant, a run for each round; ``facts`` and ``memory_mb`` by contestant."""
+    """``answers``: by cell and contestant, a run for each round; ``facts`` and ``memory_mb`` by contestant. ``slow``:
+    the cells that a contestant ran only once, as that took so long."""
 
     answers: dict[Cell, dict[str, list[list[Answer]]]]
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory_mb: dict[str, float | None] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    slow: dict[str, list[str]] = field(default_factory=dict)
     rounds: int = 0
 
 
@@ -114,7 +120,10 @@ def measure(
     with _loaded(asked, place, measured, progress, start or _start) as workers:
         for name in list(workers):
             _drop_failed(
-                name, workers, measured, lambda name=name: _warm_up(workers[name], asked[name], cells, pools, text)
+                name,
+                workers,
+                measured,
+                lambda name=name: _warm_up(workers[name], asked[name], cells, pools, text, clock),
             )
         progress(f"loaded after {clock() - began:.0f} s")
         longest = 0.0
@@ -124,7 +133,7 @@ def measure(
                 break
             round_began = clock()
             for number, cell in enumerate(cells):
-                _run_cell(cell, turn, turn + number, options, asked, workers, pools, text, measured)
+                _run_cell(cell, turn, turn + number, options, asked, workers, pools, text, measured, clock)
                 progress(f"round {turn + 1}: {cell}")
             longest = max(longest, clock() - round_began)
             measured.rounds = turn + 1
@@ -141,14 +150,18 @@ def _run_cell(
     pools: Mapping[str, Sequence[Ids]],
     text: Ids,
     measured: Measured,
+    clock: Callable[[], float],
 ) -> None:
     if cell.kind:
         count, pool = options.prompts.get(cell.concurrency, cell.concurrency), pools[cell.kind]
         prompts = [pool[(turn * count + i) % len(pool)] for i in range(count)]
     else:
         # Another beginning each time: no one answers from a cache of prompts.
-        prompts = [cut(text, cell.prompt_tokens, turn * 2 + i) for i in range(2)]
+        count = 1 if cell.prompt_tokens >= _LONG_PROMPT else 2
+        prompts = [cut(text, cell.prompt_tokens, turn * count + i) for i in range(count)]
     for name in rotated(list(workers), order):
+        if str(cell) in measured.slow.get(name, ()):
+            continue
         order_of_run = {
             "do": "run",
             "prompts": prompts,
@@ -158,7 +171,10 @@ def _run_cell(
         }
 
         def run(name: str = name, order_of_run: dict[str, Any] = order_of_run) -> None:
+            began = clock()
             told = workers[name].ask(order_of_run, _RUN_S)
+            if clock() - began > _SLOW_S:
+                measured.slow.setdefault(name, []).append(str(cell))
             measured.answers[cell][name].append([Answer.parse(each) for each in told["answers"]])
             measured.memory_mb[name] = told["memory_mb"]
 
@@ -177,17 +193,23 @@ def _warm_up(
     cells: Sequence[Cell],
     pools: Mapping[str, Sequence[Ids]],
     text: Ids,
+    clock: Callable[[], float],
 ) -> None:
     """What is done once (compiled, allocated, touched) is done before the clock runs."""
     widest = max(cell.concurrency for cell in cells)
-    longest = max((cell.prompt_tokens for cell in cells), default=0)
     pool = next(iter(pools.values()))
-    rounds = [([pool[i % len(pool)] for i in range(widest)], widest, 4), ([pool[0]], 1, 8)]
-    if longest:
-        rounds.append(([cut(text, longest, 1000)], 1, 1))
-    for prompts, concurrency, max_tokens in rounds:
-        order = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency}
-        worker.ask({**order, "mode": contestant.mode}, _RUN_S)
+    for prompts, max_tokens in (([pool[i % len(pool)] for i in range(widest)], 4), ([pool[0]], 8)):
+        _ask_to_run(worker, contestant, prompts, max_tokens)
+    for length in sorted({cell.prompt_tokens for cell in cells if cell.prompt_tokens}):
+        began = clock()
+        _ask_to_run(worker, contestant, [cut(text, min(length, _LONG_PROMPT // 2), 1000)], 1)
+        if length >= _LONG_PROMPT and clock() - began < _SLOW_S / 8:
+            _ask_to_run(worker, contestant, [cut(text, length, 1001)], 1)
+
+
+def _ask_to_run(worker: WorkerProcess, contestant: Contestant, prompts: Sequence[Ids], max_tokens: int) -> None:
+    order = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "concurrency": len(prompts)}
+    worker.ask({**order, "mode": contestant.mode}, _RUN_S)
 
 
 def _drop_failed(name: str, workers: dict[str, WorkerProcess], measured: Measured, act: Callable[[], object]) -> None:

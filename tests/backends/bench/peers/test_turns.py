@@ -133,18 +133,29 @@ def test_contestants_of_one_program_share_its_process(place: Place, tmp_path: Pa
 
 
 def test_no_round_begins_that_would_end_too_late(place: Place, tmp_path: Path) -> None:
-    asked, times = contestants("fast"), iter(range(0, 10_000, 10))
+    asked, times = contestants("fast"), iter(range(10_000))
     measured = measure(
-        options(contestants=("fast",), seconds=35.0),
+        options(contestants=("fast",), seconds=30.0),
         place,
         CLASSES,
         TEXT,
         contestants=asked,
         start=starter(tmp_path / "log"),
-        clock=lambda: float(next(times)),
+        clock=lambda: float(next(times)),  # every look at it takes a second: a round has nine of them
     )
-    # Began at 0; the first round lasts from 20 to 30, and a second would end at 50.
-    assert measured.rounds == 1
+    assert measured.rounds == 2
+
+
+def test_who_takes_long_for_a_cell_runs_it_once(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "_SLOW_S", -1.0)
+    asked = contestants("fast")
+    measured = measure(
+        options(contestants=("fast",)), place, CLASSES, TEXT, contestants=asked, start=starter(tmp_path / "log")
+    )
+    assert measured.rounds == 3 and all(len(runs["fast"]) == 1 for runs in measured.answers.values())
+    report = make_report(measured, "fast", str)
+    assert report["run_once"] == {"fast": [str(cell) for cell in measured.answers]}
+    assert "run once, as it took so long: fast: first token of 6, code x1" in table(report)
 
 
 def test_a_worker_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
