@@ -38,7 +38,12 @@ def add_parser(subparsers: Any) -> None:
         help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16",
     )
     add("--temperature", type=_numbers, metavar="T,T", help="of decoding only; default: 0,0.7")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of telemetry 64, of the others 48")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="longest answer; default: 128; of telemetry 64, of peers 32, else 48",
+    )
     add("--policy", metavar="FILE", help="of telemetry only; default: vanilla decoding, the same steps for all")
     add(
         "--export-every",

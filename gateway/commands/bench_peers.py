@@ -26,7 +26,7 @@ _ONLY = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", nargs="?", metavar="SOURCE", help="of prompts only: a file, or an http(s) address")
     add = parser.add_argument_group("of bench peers, bench load and bench prompts only").add_argument
-    add("--contestants", type=_names, metavar="NAME,NAME", help="default: all, see docs/benchmarks.md")
+    add("--contestants", type=_names, metavar="NAME,NAME", help="of peers: see docs/benchmarks.md; of load: servers")
     add("--classes", type=_names, metavar="NAME,NAME", help="of peers: classes of prompts; default: all")
     add("--prompts", metavar="FILE", help="of peers: JSON lines with category and text; default: the project's own")
     add("--seconds", type=float, metavar="N", help="of peers: begin no round that would end later; of load: by server")

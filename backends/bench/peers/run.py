@@ -16,6 +16,7 @@ from typing import Any
 from backends.bench.peers.contestants import (
     CONTESTANTS,
     QUICK,
+    USUAL,
     Contestant,
     Place,
     Program,
@@ -54,18 +55,18 @@ class PeersOptions:
     """``prompts``: by concurrency, how many prompts of a class a round decodes; ``seconds``: no round is begun that
     would end later than this after the start, judged by the longest so far."""
 
-    contestants: tuple[str, ...] = tuple(CONTESTANTS)
+    contestants: tuple[str, ...] = USUAL
     concurrencies: tuple[int, ...] = (1, 4, 16)
     rounds: int = 3
-    max_tokens: int = 48
+    max_tokens: int = 32
     first_token_of: tuple[int, ...] = (64, 1024)
-    prompts: Mapping[int, int] = field(default_factory=lambda: {1: 2, 4: 8, 16: 16})
+    prompts: Mapping[int, int] = field(default_factory=lambda: {1: 1, 4: 4, 16: 16})
     seconds: float | None = 330.0
 
     @classmethod
     def quick(cls) -> PeersOptions:
         """One request, few contestants."""
-        return cls(QUICK, concurrencies=(1,), rounds=3, prompts={1: 1}, seconds=80.0)
+        return cls(QUICK, concurrencies=(1,), max_tokens=48, seconds=80.0)
 
 
 @dataclass(slots=True)
@@ -237,23 +238,33 @@ def _loaded(
     failed: dict[str, str] = {}
     facts: dict[str, dict[str, Any]] = {}
 
-    def load(program: Program) -> None:
+    def attempt(program: Program, act: Callable[[], None]) -> None:
         try:
-            running[program.name] = worker = start(program, place)
-            order = {"do": "load", "options": load_options(program, place)}
-            facts[program.name] = worker.ask(order, _LOAD_S)["facts"]
-            progress(f"{program.name} is loaded")
+            act()
         except (Unavailable, WorkerFailed, OSError) as error:
             failed[program.name] = str(error)
             progress(f"{program.name} is left out: {error}")
 
+    def start_one(program: Program) -> None:
+        running[program.name] = start(program, place)
+
+    def load(program: Program) -> None:
+        order = {"do": "load", "options": load_options(program, place)}
+        facts[program.name] = running[program.name].ask(order, _LOAD_S)["facts"]
+        progress(f"{program.name} is loaded")
+
     try:
-        # The gateway's own measure at their start what steps cost, so they are alone; of the others two at a time.
+        # All in this thread: a worker ends with the thread that started it.
         for program in programs:
+            attempt(program, lambda program=program: start_one(program))
+        started = [program for program in programs if program.name in running]
+        # The gateway's own measure at their start what steps cost, so they are alone; of the others two at a time.
+        for program in started:
             if program.environment is None:
-                load(program)
+                attempt(program, lambda program=program: load(program))
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(load, [program for program in programs if program.environment is not None]))
+            others = [program for program in started if program.environment is not None]
+            list(pool.map(lambda program: attempt(program, lambda: load(program)), others))
         for name, contestant in asked.items():
             if (reason := failed.get(contestant.program.name)) is not None:
                 measured.skipped[name] = reason

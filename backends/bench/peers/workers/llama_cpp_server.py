@@ -11,6 +11,9 @@ import sys
 
 import xllamacpp  # type: ignore[import-not-found]
 from llama_cpp import make_params  # type: ignore[import-not-found]  # the adapter beside this file
+from main import end_with_parent  # type: ignore[import-not-found]
+
+end_with_parent()
 
 server = xllamacpp.Server(make_params(json.loads(sys.argv[1])))
 print(server.listening_address, flush=True)

@@ -16,15 +16,20 @@ Orders: ``{"do": "load", "options": {...}}`` and ``{"do": "run", "prompts": [[id
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 Answers = list[dict[str, Any]]
 """``sent``: when the request was handed over; ``chunks``: ``[time, number of tokens]``; ``tokens``: ids, or text."""
@@ -150,7 +155,14 @@ def _load(adapter: Path) -> Any:
     return module
 
 
+def end_with_parent() -> None:
+    """Have Linux end this process when the one that started it is gone: asleep, it would never notice."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
 def main() -> None:
+    end_with_parent()
     # Libraries print what they like; it must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -142,3 +144,26 @@ def test_own_worker_answers_the_same_adaptive_and_vanilla() -> None:
         torch.set_num_threads(threads)
     vanilla, adaptive = ([answer["tokens"] for answer in run] for run in runs)
     assert vanilla == adaptive and all(0 < len(tokens) <= 16 for tokens in vanilla)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+def test_a_sleeping_worker_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    (tmp_path / "idle.py").write_text("class Peer:\n    facts = {}\n    def __init__(self, options): pass\n")
+    program = (
+        "import os, signal, sys\n"
+        "from backends.bench.peers.process import WorkerProcess\n"
+        "worker = WorkerProcess(sys.argv[1:], os.environ)\n"
+        "worker.ask({'do': 'load', 'options': {}}, 20.0)\n"
+        "print(worker.pid, flush=True)\n"
+        "signal.pause()\n"
+    )
+    command = [sys.executable, "-c", program, sys.executable, str(_WORKERS / "main.py"), str(tmp_path / "idle.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as bench:
+        assert bench.stdout is not None
+        asleep = os.pidfd_open(int(bench.stdout.readline()))
+        try:
+            bench.kill()
+            # Readable once the process is gone.
+            assert select.select([asleep], [], [], 10.0)[0] == [asleep]
+        finally:
+            os.close(asleep)
