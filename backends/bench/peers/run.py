@@ -119,13 +119,8 @@ def measure(
     measured = Measured({cell: {name: [] for name in asked} for cell in cells})
     pools = {**classes, "mixed": [ids for each in zip(*classes.values(), strict=False) for ids in each]}
     with _loaded(asked, place, measured, progress, start or _start) as workers:
-        for name in list(workers):
-            _drop_failed(
-                name,
-                workers,
-                measured,
-                lambda name=name: _warm_up(workers[name], asked[name], cells, pools, text, clock),
-            )
+        rounds = _Rounds(options, asked, workers, pools, text, measured, clock)
+        rounds.warm_up(cells)
         progress(f"loaded after {clock() - began:.0f} s")
         longest = 0.0
         for turn in range(options.rounds):
@@ -134,94 +129,81 @@ def measure(
                 break
             round_began = clock()
             for number, cell in enumerate(cells):
-                _run_cell(cell, turn, turn + number, options, asked, workers, pools, text, measured, clock)
+                rounds.run_cell(cell, turn, turn + number)
                 progress(f"round {turn + 1}: {cell}")
             longest = max(longest, clock() - round_began)
             measured.rounds = turn + 1
     return measured
 
 
-def _run_cell(
-    cell: Cell,
-    turn: int,
-    order: int,
-    options: PeersOptions,
-    asked: Mapping[str, Contestant],
-    workers: dict[str, WorkerProcess],
-    pools: Mapping[str, Sequence[Ids]],
-    text: Ids,
-    measured: Measured,
-    clock: Callable[[], float],
-) -> None:
-    if cell.kind:
-        count, pool = options.prompts.get(cell.concurrency, cell.concurrency), pools[cell.kind]
-        prompts = [pool[(turn * count + i) % len(pool)] for i in range(count)]
-    else:
-        # Another beginning each time: no one answers from a cache of prompts.
-        count = 1 if cell.prompt_tokens >= _LONG_PROMPT else 2
-        prompts = [cut(text, cell.prompt_tokens, turn * count + i) for i in range(count)]
-    for name in rotated(list(workers), order):
-        if str(cell) in measured.slow.get(name, ()):
-            continue
-        order_of_run = {
-            "do": "run",
-            "prompts": prompts,
-            "max_tokens": options.max_tokens if cell.kind else 1,
-            "concurrency": cell.concurrency,
-            "mode": asked[name].mode,
-        }
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """``workers``: by contestant, those that are still in."""
 
-        def run(name: str = name, order_of_run: dict[str, Any] = order_of_run) -> None:
-            began = clock()
-            told = workers[name].ask(order_of_run, _RUN_S)
-            if clock() - began > _SLOW_S:
-                measured.slow.setdefault(name, []).append(str(cell))
-            measured.answers[cell][name].append([Answer.parse(each) for each in told["answers"]])
-            measured.memory_mb[name] = told["memory_mb"]
+    options: PeersOptions
+    asked: Mapping[str, Contestant]
+    workers: dict[str, WorkerProcess]
+    pools: Mapping[str, Sequence[Ids]]
+    text: Ids
+    measured: Measured
+    clock: Callable[[], float]
 
-        _drop_failed(name, workers, measured, run)
+    def warm_up(self, cells: Sequence[Cell]) -> None:
+        """What is done once (compiled, allocated, touched) is done before the clock runs."""
+        widest = max(cell.concurrency for cell in cells)
+        lengths = sorted({cell.prompt_tokens for cell in cells if cell.prompt_tokens})
+        pool = next(iter(self.pools.values()))
+        for name in list(self.workers):
+            with self._dropping(name):
+                self._ask(name, [pool[i % len(pool)] for i in range(widest)], 4, widest)
+                self._ask(name, [pool[0]], 8)
+                for length in lengths:
+                    began = self.clock()
+                    self._ask(name, [cut(self.text, min(length, _LONG_PROMPT // 2), 1000)], 1)
+                    if length >= _LONG_PROMPT and self.clock() - began < _SLOW_S / 8:
+                        self._ask(name, [cut(self.text, length, 1001)], 1)
+
+    def run_cell(self, cell: Cell, turn: int, order: int) -> None:
+        """Everybody once."""
+        if cell.kind:
+            count, pool = self.options.prompts.get(cell.concurrency, cell.concurrency), self.pools[cell.kind]
+            prompts = [pool[(turn * count + i) % len(pool)] for i in range(count)]
+        else:
+            # Another beginning each time: no one answers from a cache of prompts.
+            count = 1 if cell.prompt_tokens >= _LONG_PROMPT else 2
+            prompts = [cut(self.text, cell.prompt_tokens, turn * count + i) for i in range(count)]
+        for name in rotated(list(self.workers), order):
+            if str(cell) in self.measured.slow.get(name, ()):
+                continue
+            with self._dropping(name):
+                began = self.clock()
+                told = self._ask(name, prompts, self.options.max_tokens if cell.kind else 1, cell.concurrency)
+                if self.clock() - began > _SLOW_S:
+                    self.measured.slow.setdefault(name, []).append(str(cell))
+                self.measured.answers[cell][name].append([Answer.parse(each) for each in told["answers"]])
+                self.measured.memory_mb[name] = told["memory_mb"]
+
+    def _ask(self, name: str, prompts: Sequence[Ids], max_tokens: int, concurrency: int = 1) -> dict[str, Any]:
+        order = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "concurrency": concurrency}
+        return self.workers[name].ask({**order, "mode": self.asked[name].mode}, _RUN_S)
+
+    @contextlib.contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """Who fails is out, and the others go on."""
+        try:
+            yield
+        except WorkerFailed as error:
+            self.measured.skipped[name] = str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            self.measured.skipped[name] = f"it answered what can't be read: {type(error).__name__}: {error}"
+        if name in self.measured.skipped:
+            del self.workers[name]
 
 
 def cut(text: Ids, length: int, which: int) -> Ids:
     """``length`` ids of ``text``, beginning elsewhere for each ``which``, and at its start again where it ends."""
     start = which * 97 % len(text)
     return tuple(text[(start + i) % len(text)] for i in range(length))
-
-
-def _warm_up(
-    worker: WorkerProcess,
-    contestant: Contestant,
-    cells: Sequence[Cell],
-    pools: Mapping[str, Sequence[Ids]],
-    text: Ids,
-    clock: Callable[[], float],
-) -> None:
-    """What is done once (compiled, allocated, touched) is done before the clock runs."""
-    widest = max(cell.concurrency for cell in cells)
-    pool = next(iter(pools.values()))
-    for prompts, max_tokens in (([pool[i % len(pool)] for i in range(widest)], 4), ([pool[0]], 8)):
-        _ask_to_run(worker, contestant, prompts, max_tokens)
-    for length in sorted({cell.prompt_tokens for cell in cells if cell.prompt_tokens}):
-        began = clock()
-        _ask_to_run(worker, contestant, [cut(text, min(length, _LONG_PROMPT // 2), 1000)], 1)
-        if length >= _LONG_PROMPT and clock() - began < _SLOW_S / 8:
-            _ask_to_run(worker, contestant, [cut(text, length, 1001)], 1)
-
-
-def _ask_to_run(worker: WorkerProcess, contestant: Contestant, prompts: Sequence[Ids], max_tokens: int) -> None:
-    order = {"do": "run", "prompts": prompts, "max_tokens": max_tokens, "concurrency": len(prompts)}
-    worker.ask({**order, "mode": contestant.mode}, _RUN_S)
-
-
-def _drop_failed(name: str, workers: dict[str, WorkerProcess], measured: Measured, act: Callable[[], object]) -> None:
-    try:
-        act()
-    except WorkerFailed as error:
-        measured.skipped[name] = str(error)
-    except (KeyError, TypeError, ValueError) as error:
-        measured.skipped[name] = f"it answered what can't be read: {type(error).__name__}: {error}"
-    if name in measured.skipped:
-        del workers[name]
 
 
 @contextlib.contextmanager
