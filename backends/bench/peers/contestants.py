@@ -127,6 +127,7 @@ def load_options(program: Program, place: Place) -> dict[str, Any]:
         "context": place.context,
         "kv_tokens": place.kv_tokens,
         "eos": list(place.eos),
+        "cpu": place.cpu,
         **program.options,
     }
     if program.gguf is not None:

@@ -19,6 +19,8 @@ class Peer:
             VLLM_NO_USAGE_STATS="1",
             HF_HUB_OFFLINE="1",
         )
+        if options["cpu"] == "avx2":
+            _hide_avx512()
         import vllm  # type: ignore[import-not-found]
 
         speculation = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
@@ -48,3 +50,12 @@ class Peer:
             emitted.append((index, list(ids[self._told[index] :]), output.finished))
             self._told[index] = len(ids)
         return emitted
+
+
+def _hide_avx512() -> None:
+    """It has kernels for both, chooses by what torch finds in the CPU, and has no setting for it."""
+    import torch
+
+    for name in dir(torch.cpu):
+        if name.startswith(("_is_avx512", "_is_amx")):
+            setattr(torch.cpu, name, lambda: False)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backends.bench.peers import run as run_module
-from backends.bench.peers.contestants import CONTESTANTS, Contestant, Place, Program, Unavailable, command
+from backends.bench.peers.contestants import (
+    CONTESTANTS,
+    Contestant,
+    Place,
+    Program,
+    Unavailable,
+    command,
+    environment_of,
+    load_options,
+)
 from backends.bench.peers.process import WorkerFailed, WorkerProcess
 from backends.bench.peers.report import make_report, table
 from backends.bench.peers.run import Cell, PeersOptions, cells_of, cut, measure, rotated
@@ -177,6 +187,21 @@ def test_a_worker_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
 def test_an_environment_that_is_not_made_names_the_command(place: Place) -> None:
     with pytest.raises(Unavailable, match="environment vllm is not made; run: make peers"):
         command(CONTESTANTS["vllm"].program, place)
+
+
+def test_one_option_keeps_everybody_to_avx2(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "here")
+    monkeypatch.delenv("MEDUSA_CPU", raising=False)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    vllm, own = CONTESTANTS["vllm"].program, CONTESTANTS["vanilla"].program
+    narrow = replace(place, cpu="avx2")
+    assert environment_of(own, narrow)["MEDUSA_CPU"] == "avx2" and environment_of(own, narrow)["PYTHONPATH"] == "here"
+    assert environment_of(vllm, narrow)["ONEDNN_MAX_CPU_ISA"] == "AVX2" and "PYTHONPATH" not in environment_of(
+        vllm, place
+    )
+    assert load_options(vllm, narrow)["cpu"] == "avx2"
+    assert {"MEDUSA_CPU", "ATEN_CPU_CAPABILITY"} & environment_of(own, place).keys() == set()
+    assert environment_of(own, place)["OMP_NUM_THREADS"] == "1"
 
 
 def test_prompts_are_cut_to_length_from_different_places() -> None:
