@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("what", nargs="?", choices=_KINDS, default="decoding", help="default: %(default)s")
     add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner", "--quantize")
-    add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds; of peers 90")
+    add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds; of peers about 80")
     add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24")
     add(
         "--concurrency",

@@ -97,7 +97,7 @@ CONTESTANTS: dict[str, Contestant] = {
 """In the order of the table. :data:`AGAIN` is the first once more: how far two runs of the same thing are apart."""
 
 USUAL = tuple(name for name in CONTESTANTS if name not in ("vllm-lookup", "openvino-q8"))
-"""As many as six minutes have room for."""
+"""So many that a round of them, and their loading, are a matter of minutes."""
 QUICK = (VANILLA, AGAIN, "adaptive", "llama-bf16", "llama-q4", "llama-q4-lookup", "openvino")
 
 
