@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill bench lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill bench peers lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -12,6 +12,7 @@ help:
 	@echo "make demo-alert heads that don't pay: an alert fires, the class falls back, good heads resolve it"
 	@echo "make demo-fallback heads swapped for random ones under traffic: fallback, its cost, and the way back"
 	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
+	@echo "make peers      other engines, each in an environment of its own (5 GB), for medusa-gateway bench peers"
 	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
 	@echo "make test-sanitize   the kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-gpu   the checks that need a CUDA device"
@@ -74,6 +75,11 @@ demo-fallback: model $(VENV)/.installed-test
 
 bench: setup
 	$(BIN)/medusa-gateway bench
+
+# Other engines and a load generator, each with exact versions in an environment of its own in the user's cache. What can't
+# be had is told of, and skipped by `medusa-gateway bench peers`. PEERS="llama-cpp vllm"
+peers: setup
+	@$(BIN)/python -m backends.bench.peers.environments $(PEERS)
 
 lock: $(VENV)/.installed-test
 	@head -n 2 constraints.txt > constraints.new

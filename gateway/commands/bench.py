@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from backends.engine.options import EngineOptions
+from gateway.commands.bench_peers import add_options as add_peers_options
+from gateway.commands.bench_peers import misplaced, run_load_command, run_peers_command, run_prompts_command
 from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
+_KINDS = ("decoding", "sweep", "telemetry", "peers", "load", "prompts")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -21,12 +24,14 @@ def add_parser(subparsers: Any) -> None:
         help="measure Medusa, vanilla and transformers' generate side by side",
         description="Contestants take turns on the same prompts; cells report medians over rounds. `bench sweep` "
         "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench telemetry` "
-        "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without.",
+        "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without; "
+        "`bench peers` compares with other engines, as `make peers` installs them; `bench load` does so over HTTP; "
+        "`bench prompts` brings a public benchmark's prompts from where you say.",
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=("decoding", "sweep", "telemetry"), default="decoding", help="default: %(default)s")
+    add("what", nargs="?", choices=_KINDS, default="decoding", help="default: %(default)s")
     add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner", "--quantize")
-    add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
+    add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds; of peers about 80")
     add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24")
     add(
         "--concurrency",
@@ -34,8 +39,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="N,N",
         help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16",
     )
-    add("--temperature", type=_numbers, default=(0.0, 0.7), metavar="T,T", help="not of the sweep; default: 0,0.7")
-    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 128, of the sweep 48, of telemetry 64")
+    add("--temperature", type=_numbers, metavar="T,T", help="of decoding only; default: 0,0.7")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="longest answer; default: 128; of telemetry 64, of peers 32, else 48",
+    )
     add("--policy", metavar="FILE", help="of telemetry only; default: vanilla decoding, the same steps for all")
     add(
         "--export-every",
@@ -44,16 +54,25 @@ def add_parser(subparsers: Any) -> None:
         help="of telemetry only: how often spans and metrics are exported; default: 5",
     )
     add("--json", action="store_true", help="print one JSON object")
+    add_peers_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.quick and args.what != "decoding":
+    if args.quick and args.what not in ("decoding", "peers"):
         raise CommandError(f"--quick is not for bench {args.what}; use --rounds 1 and --concurrency instead")
     for flag in ("policy", "export_every"):
         if getattr(args, flag) is not None and args.what != "telemetry":
             raise CommandError(f"--{flag.replace('_', '-')} is only for bench telemetry, not for bench {args.what}")
+    if problem := misplaced(args):
+        raise CommandError(problem)
     try:
+        if args.what == "peers":
+            return run_peers_command(args, _progress)
+        if args.what == "load":
+            return run_load_command(args, _progress)
+        if args.what == "prompts":
+            return run_prompts_command(args)
         report = {"decoding": _decoding, "sweep": _sweep, "telemetry": _telemetry}[args.what](args)
     except ValueError as error:
         raise CommandError(str(error)) from error
@@ -75,7 +94,7 @@ def _decoding(args: argparse.Namespace) -> dict[str, Any]:
         return run_bench(BenchOptions.quick(_engine(args)), _progress)
     options = BenchOptions(
         _engine(args),
-        temperatures=args.temperature,
+        temperatures=args.temperature or (0.0, 0.7),
         concurrencies=args.concurrency or (1, 4, 16),
         rounds=args.rounds or _ROUNDS,
         max_tokens=args.max_tokens or 128,

@@ -1,0 +1,1 @@
+"""The gateway beside other engines: same weights, same prompts, same cores, in turns within one run."""
