@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
+from policy.shared.redis_client import StoreUnavailable
 from policy.shared.shared_text import SharedText
 
 PATIENCE_S = 3.0
@@ -80,7 +82,9 @@ class FleetLookup:
         except TimeoutError:
             return None
         finally:
-            await self._change(lambda questions: [each for each in questions if each.id != question_id])
+            # Else it expires.
+            with suppress(StoreUnavailable):
+                await self._change(lambda questions: [each for each in questions if each.id != question_id])
 
     def _answered(self, question: _Question) -> _Question:
         if question.by == self._replica or question.answer != NULL:

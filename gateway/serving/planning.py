@@ -14,6 +14,7 @@ from policy.spec import Turn
 from policy.statistics.counters import Arm
 
 CLIENT_RULE = "request"
+_FIRST_TURNS, _LAST_TURNS = 16, 48
 
 
 class Deadline(NamedTuple):
@@ -35,9 +36,6 @@ def deadline_of(options: DecodingOptions | None, gateway_s: float | None, decisi
     limits = {"client": asked / 1000 if asked else None, "policy": decision.deadline_s, "gateway": gateway_s}
     given = [Deadline(seconds, set_by) for set_by, seconds in limits.items() if seconds is not None]
     return min(given, key=lambda deadline: deadline.seconds, default=None)
-
-
-_FIRST_TURNS, _LAST_TURNS = 16, 48
 
 
 def check_options(options: DecodingOptions | None, info: ModelInfo) -> None:
