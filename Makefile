@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill bench peers lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill drill-alerts bench peers lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -14,6 +14,7 @@ help:
 	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
 	@echo "make peers      other engines, each in an environment of its own (5 GB), for medusa-gateway bench peers"
 	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
+	@echo "make drill-alerts each alert that ships: a fault, firing, resolved, with times"
 	@echo "make test-sanitize   the kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make setup      only make $(VENV)"
@@ -65,6 +66,10 @@ test-sanitize: $(VENV)/.installed-test
 # Three replicas behind a real haproxy on one Redis: kill, drain, restart Redis, cut one off. DRILL="--json --seconds 10"
 drill: $(VENV)/.installed-test
 	$(BIN)/python -m tests.drills.drill $(DRILL)
+
+# Every alert that ships fires once and is resolved once, by a fault made for it; a table with times. About 6 minutes.
+drill-alerts: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.drills.alert_drill
 
 demo-alert: model $(VENV)/.installed-test
 	@$(BIN)/python -m tests.drills.demo_alert

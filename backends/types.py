@@ -59,7 +59,7 @@ class DecodingPlan:
     row, with at most ``max_nodes`` nodes and ``num_heads`` levels, and with ``lookup`` also from what followed the same
     tokens earlier in the text (on as many levels as it goes). A given tree is used as it is. ``probe``: to find out
     whether drafts pay again, so the heads are asked whatever has been learnt of them. ``adapted_from``: see
-    :class:`ModelInfo`; only reported.
+    :class:`ModelInfo`; ``deadline``: how long and by whom it was set, in words. Both are only reported.
     """
 
     method: Method = "medusa"
@@ -73,6 +73,7 @@ class DecodingPlan:
     reason: str = "default plan"
     policy_version: str = "embedded"
     adapted_from: str = ""
+    deadline: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,15 @@ class StepSampler(Protocol):
 
     def take_steps(self) -> list[StepSample]:
         """The steps since the last call, or the newest few thousand of them. For one caller; thread-safe."""
+        ...
+
+
+@runtime_checkable
+class OptionalFailures(Protocol):
+    """A decoder that counts what failed in it and cost nobody an answer."""
+
+    def optional_failures(self) -> dict[str, int]:
+        """How often each part has failed since the start. Thread-safe."""
         ...
 
 

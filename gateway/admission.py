@@ -88,6 +88,8 @@ class Admission:
         self.draining = False
         self.aborted = False
         """What did not finish was cut by this replica, which goes."""
+        self.drain_aborted = 0
+        """Requests that were cut since a drain ran out of patience."""
         self._clock = clock
         self._open: set[Ticket] = set()
         self.idle = asyncio.Event()
@@ -150,6 +152,7 @@ class Admission:
         """End what still runs; returns how many requests that were."""
         self.aborted = True
         overdue = list(self._open)
+        self.drain_aborted += len(overdue)
         for ticket in overdue:
             ticket.abort()
         return len(overdue)

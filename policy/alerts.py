@@ -18,14 +18,33 @@ FALLBACK_WINDOW_S = 900.0
 """``speculative_fallback_count`` in a condition: how many fallbacks there were within this time."""
 
 
+LATENCY_BOUNDS = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+PER_TOKEN_BOUNDS = (
+    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5),
+)
+"""Upper bounds of the buckets in which times to the first token, and for each further token, are counted, in seconds:
+``within`` of an alert must be one of them."""
+
+
+RATE_WINDOW_S = 300.0
+"""Rates, shares and quantiles of requests are over this time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Figure:
     """Something a condition can be about. ``scope``: of what there is one value each: a class of a model, a model, or
-    the statistics store that the fleet shares. ``by_head``: the rule says of which Medusa head."""
+    the installation. ``by_head``: the rule says of which Medusa head. ``burn``: it says of which objective, over which
+    window; ``bounds``: and from which of these times on a request counts as slow."""
 
     scope: FigureScope
     about: str
     by_head: bool = False
+    burn: bool = False
+    bounds: tuple[float, ...] = ()
 
 
 FIGURES: Mapping[str, Figure] = {
@@ -42,6 +61,25 @@ FIGURES: Mapping[str, Figure] = {
     "medusa_engine_up": Figure("model", "1 while the engine takes requests, else 0"),
     "medusa_heads_stale": Figure("model", "1 when its heads were trained for another backbone, else 0"),
     "medusa_redis_up": Figure("fleet", "1 while the statistics store answers, else 0"),
+    "medusa_redis_latency_seconds": Figure("fleet", "how long the last round with Redis took"),
+    "medusa_error_ratio": Figure("class", "share of answers that failed by our own doing, over 5 minutes"),
+    "medusa_error_burn_rate": Figure("class", "that share over the one that the objective allows", burn=True),
+    "medusa_ttft_p99_seconds": Figure("class", "time to the first token, 99th percentile of 5 minutes"),
+    "medusa_tpot_p99_seconds": Figure("class", "time for each further token, 99th percentile of 5 minutes"),
+    "medusa_ttft_burn_rate": Figure(
+        "class", "share of late first tokens over the one that is allowed", burn=True, bounds=LATENCY_BOUNDS
+    ),
+    "medusa_tpot_burn_rate": Figure(
+        "class", "share of slow answers over the one that is allowed", burn=True, bounds=PER_TOKEN_BOUNDS
+    ),
+    "medusa_unauthorized_rate": Figure("fleet", "requests a second that were refused for their key (401, 403)"),
+    "medusa_limited_rate": Figure("fleet", "requests a second that were refused for a limit (429)"),
+    "medusa_backend_up": Figure("model", "1 while nothing known speaks against asking the backend, else 0"),
+    "medusa_backend_breaker_state": Figure("model", "an upstream's circuit: 0 closed, 1 half open, 2 open"),
+    "medusa_places_usage": Figure("model", "share of a backend's places in use; requests past them get 429"),
+    "medusa_policy_rejected": Figure("fleet", "1 while the policy file holds an edit that was refused, else 0"),
+    "medusa_keys_rejected": Figure("fleet", "1 while the key file holds an edit that was refused, else 0"),
+    "medusa_file_hangs": Figure("fleet", "1 while the policy or key file can't be read, else 0"),
 }
 """What ``metric`` may name. ``telemetry.alerts.prometheus_rules`` says how each is asked of Prometheus."""
 
@@ -51,7 +89,9 @@ class AlertRule:
     """A condition that should reach a person.
 
     It fires when the figure has been under ``below`` or over ``above`` for ``for_s``, and is resolved when it has not
-    been for ``keep_s``. ``notify`` names receivers; empty: all that there are. ``head`` counts from 1.
+    been for ``keep_s``. ``notify`` names receivers; empty: all that there are. ``head`` counts from 1. ``objective``:
+    the share of requests that should be well, over ``window_s``; ``within_s``: slower ones are not. ``labels`` and
+    ``annotations`` are the operator's own, as pairs.
     """
 
     name: str
@@ -67,6 +107,16 @@ class AlertRule:
     actions: tuple[Action, ...] = ("webhook", "log", "event")
     notify: tuple[str, ...] = ()
     summary: str = ""
+    objective: float = 0.99
+    within_s: float | None = None
+    window_s: float = 3600.0
+    labels: tuple[tuple[str, str], ...] = ()
+    annotations: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def short_window_s(self) -> float:
+        """Over this time, too, must a burn rate be past its limit: so an alert ends soon after what it is about."""
+        return self.window_s / 12
 
     @property
     def figure(self) -> Figure:

@@ -30,7 +30,8 @@ class Decision:
 
     ``temperature`` is the one to sample with; ``client_temperature`` the one that was asked for. ``stats_age_s`` None:
     there are no statistics yet. ``arm`` says whose books the request's counters go to. ``most_heads`` and
-    ``most_nodes`` bound what a client may ask for, where ``client_override`` lets it ask.
+    ``most_nodes`` bound what a client may ask for, where ``client_override`` lets it ask. ``control_share``: of the
+    requests like this one, which part is drawn to decode vanilla; None where none is.
     """
 
     method: Method
@@ -52,6 +53,15 @@ class Decision:
     stats_age_s: float | None
     stats_source: str
     stages: tuple[Stage, ...]
+    control_share: float | None = None
+
+    @property
+    def group(self) -> str:
+        """Whose this request is, for people: "control" only where it was drawn to be compared with; else "vanilla"
+        where the policy or the model lets it draft nothing, or as ``arm`` has it."""
+        if self.arm != "control" or any(stage.name == "control" for stage in self.stages):
+            return self.arm
+        return "vanilla"
 
     @property
     def reason(self) -> str:
@@ -84,6 +94,8 @@ class Decision:
             "reason": self.reason,
             "policy_version": self.policy_version,
             "arm": self.arm,
+            "group": self.group,
+            "control_share": self.control_share,
             "temperature_bucket": self.bucket,
             "stats_age_s": None if self.stats_age_s is None else round(self.stats_age_s, 3),
             "stats_source": self.stats_source,
@@ -106,6 +118,7 @@ def decide(spec: PolicySpec, stats: LiveStats, facts: RequestFacts, now: float, 
     bucket = temperature_bucket(temperature)
     found = stats.find(facts.model, facts.class_name, bucket)
     method, arm = _method(spec, settings, stats, facts, stages, probe_due)
+    control = spec.of_class(facts.class_name).control
     heads, nodes, tree = 0, 0, None
     if method == "medusa":
         heads, nodes, tree = _shape(settings, found, facts, stages)
@@ -130,6 +143,7 @@ def decide(spec: PolicySpec, stats: LiveStats, facts: RequestFacts, now: float, 
         stats_age_s=None if found is None else max(now - found.updated_at, 0.0),
         stats_source=stats.source,
         stages=tuple(stages),
+        control_share=None if {"method", "fallback"} & {stage.name for stage in stages} else control or None,
     )
 
 

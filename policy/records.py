@@ -30,7 +30,7 @@ EventKind = Literal[
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """``outcome``: the decoding report of the answer, once there is one."""
+    """``outcome``: the decoding report of the answer, once there is one. ``deadline``: seconds, and who set it."""
 
     request_id: str
     facts: RequestFacts
@@ -38,6 +38,8 @@ class DecisionRecord:
     at: float
     plan: dict[str, Any]
     outcome: Any = None
+    backend: str = ""
+    deadline: dict[str, Any] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         facts = {name: getattr(self.facts, name) for name in RequestFacts.__slots__ if name != "request_id"}
@@ -46,7 +48,9 @@ class DecisionRecord:
             "at": self.at,
             "facts": facts,
             "decision": self.decision.as_dict(),
+            "backend": self.backend,
             "plan": self.plan,
+            "deadline": self.deadline,
             "outcome": self.outcome,
         }
 

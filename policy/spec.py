@@ -201,6 +201,7 @@ class PolicySpec:
     receivers: Mapping[str, Receiver] = field(default_factory=dict)
     settings: Mapping[tuple[str | None, int], Settings] = field(default_factory=lambda: {(None, -1): Settings()})
     classes: frozenset[str] = frozenset()
+    runbooks: str | None = None
 
     def select(self, facts: RequestFacts) -> tuple[int, Settings]:
         """The first rule that matches (-1: none), and the settings that then apply."""

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from policy.alerts import LATENCY_BOUNDS, PER_TOKEN_BOUNDS
+
 Kind = Literal["counter", "gauge", "histogram"]
 
 OTHER = "other"
@@ -21,6 +23,8 @@ MOST_CLASSES = 64
 """Classes with series of their own; a policy may name more, and they share :data:`OTHER`."""
 MOST_ERRORS = 64
 """Values of ``error.type`` with series of their own."""
+MOST_TENANTS = 256
+"""Keys with series of their own, where series are by tenant at all."""
 MOST_HEADS = 16
 MOST_RANKS = 5
 """Heads and ranks with an accuracy series of their own."""
@@ -54,19 +58,16 @@ MODEL, CLASS = "model", "class"
 _BY_CLASS = (MODEL, CLASS)
 _ENGINE = (MODEL, "backend")
 """A model may have several engines; each is a backend with a name of its own."""
+_REQUEST = (*_BY_CLASS, "backend", "tenant")
+"""``tenant`` is the API key's name, and empty unless the operator wants series by tenant."""
 _GEN_AI = ("gen_ai.operation.name", "gen_ai.provider.name", "gen_ai.request.model", CLASS)
 
 # The convention's buckets begin at 10 ms; a small model's tokens come in one or two.
-_LATENCY = (
-    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
-)
+_LATENCY = LATENCY_BOUNDS
 # A whole answer: thousands of tokens of a slow model take many minutes.
 _DURATION = (*_LATENCY, 320.0, 640.0, 1280.0, 2560.0)
-_PER_TOKEN = (
-    *(0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5),
-)
+_PER_TOKEN = PER_TOKEN_BOUNDS
+_PER_STEP = (1.0, 1.1, 1.25, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0)
 _ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0, 1024.0)
 
 # What speculation does.
@@ -161,8 +162,94 @@ TIME_PER_OUTPUT_TOKEN = Metric(
     _PER_TOKEN,
 )
 
+LONGEST_GAP = Metric(
+    "medusa_longest_token_gap",
+    "histogram",
+    "s",
+    "Longest time between two pieces of a streamed answer, one value for each answer.",
+    _BY_CLASS,
+    _LATENCY,
+)
+QUEUE_WAIT = Metric(
+    "medusa_queue_wait",
+    "histogram",
+    "s",
+    "Time that a sequence waited for the engine before it was admitted.",
+    _BY_CLASS,
+    _LATENCY,
+)
+PREFILL_DURATION = Metric(
+    "medusa_prefill_duration",
+    "histogram",
+    "s",
+    "Time from a sequence's admission to the engine to its first token.",
+    _BY_CLASS,
+    _LATENCY,
+)
+TOKENS_PER_STEP = Metric(
+    "medusa_tokens_per_step",
+    "histogram",
+    "{token}",
+    "Tokens for each decode step of a sequence, its mean, one value for each sequence; 1 without accepted drafts.",
+    _BY_CLASS,
+    _PER_STEP,
+)
+REQUESTS = Metric(
+    "medusa_requests",
+    "counter",
+    "{request}",
+    "Requests for an answer, by outcome: ok, server_error, limited (429), unauthorized (401, 403), client_error, left.",
+    (*_REQUEST, "outcome"),
+)
+PROMPT_TOKENS = Metric(
+    "medusa_prompt_tokens",
+    "counter",
+    "{token}",
+    "Tokens of prompts, as counted by the engine or upstream, or estimated where an upstream does not say.",
+    _REQUEST,
+)
+COMPLETION_TOKENS = Metric(
+    "medusa_completion_tokens",
+    "counter",
+    "{token}",
+    "Tokens of answers, also of those that were cut; counted or estimated as those of prompts.",
+    _REQUEST,
+)
+DEADLINE_CUTS = Metric(
+    "medusa_deadline_cuts", "counter", "{request}", "Requests with an answer that its deadline cut.", _BY_CLASS
+)
+
+# Backends, engines and upstreams alike.
+
+BACKEND_UP = Metric(
+    "medusa_backend_up", "gauge", "", "1 while nothing known speaks against asking the backend, else 0.", _ENGINE
+)
+BREAKER_STATE = Metric(
+    "medusa_backend_breaker_state", "gauge", "", "An upstream's circuit: 0 closed, 1 half open, 2 open.", _ENGINE
+)
+BACKEND_REQUESTS = Metric(
+    "medusa_backend_requests",
+    "counter",
+    "{request}",
+    "Requests that went to an upstream, by outcome: completed, abandoned, refused, or how the upstream failed.",
+    (*_ENGINE, "outcome"),
+)
+PLACES_USED = Metric(
+    "medusa_places_used", "gauge", "{sequence}", "Places of a backend that sequences hold, queued ones too.", _ENGINE
+)
+PLACES_LIMIT = Metric(
+    "medusa_places_limit", "gauge", "{sequence}", "Places of a backend; requests past that get 429.", _ENGINE
+)
+
 # The engine.
 
+OPTIONAL_FAILURES = Metric(
+    "medusa_optional_failures",
+    "counter",
+    "{failure}",
+    "Failures of what the engine can do without (heads, planning, lookup, counting ...); answers went on.",
+    (*_ENGINE, "part"),
+)
 QUEUE_DEPTH = Metric("medusa_queue_depth", "gauge", "{sequence}", "Sequences that wait for the engine.", _ENGINE)
 QUEUE_OLDEST_AGE = Metric(
     "medusa_queue_oldest_age", "gauge", "s", "How long the sequence at the head of the queue has waited.", _ENGINE
@@ -216,6 +303,67 @@ POLICY_RELOADS = Metric(
     "Edits of the policy file, by outcome: accepted or rejected.",
     ("outcome",),
 )
+POLICY_REJECTED = Metric(
+    "medusa_policy_rejected",
+    "gauge",
+    "",
+    "1 while the policy file holds an edit that was refused: the next start with it will fail; else 0.",
+)
+KEYS_REJECTED = Metric(
+    "medusa_keys_rejected",
+    "gauge",
+    "",
+    "1 while the key file holds an edit that was refused: the next start with it will fail; else 0.",
+)
+FILE_HANGS = Metric(
+    "medusa_file_hangs", "gauge", "", "1 while a file can't be read, since its file system hangs; else 0.", ("file",)
+)
+POLICY_INFO = Metric(
+    "medusa_policy_info",
+    "gauge",
+    "",
+    "Always 1; the version of the policy in force, to see replicas differ.",
+    ("version",),
+)
+KEYS_INFO = Metric(
+    "medusa_keys_info",
+    "gauge",
+    "",
+    "Always 1; the version of the API keys in force, to see replicas differ.",
+    ("version",),
+)
+BUILD_INFO = Metric(
+    "medusa_build_info",
+    "gauge",
+    "",
+    "Always 1; what runs, and the replica's id, which its answers carry in x-medusa-replica.",
+    ("version", "replica", "python"),
+)
+REDIS_LATENCY = Metric(
+    "medusa_redis_latency",
+    "gauge",
+    "s",
+    "The last round with Redis, by use: statistics (several commands), limits (one call).",
+    ("use",),
+)
+LIMITS_DECIDED_LOCALLY = Metric(
+    "medusa_limits_decided_locally",
+    "counter",
+    "{request}",
+    "Requests whose key's limits this replica judged by itself, since Redis did not answer.",
+)
+DRAINING = Metric("medusa_draining", "gauge", "", "1 while the replica drains before it stops, else 0.")
+DRAIN_ABORTED = Metric(
+    "medusa_drain_aborted", "counter", "{request}", "Requests that were cut since a drain ran out of patience."
+)
+LOOP_LAG = Metric(
+    "medusa_event_loop_lag",
+    "histogram",
+    "s",
+    "How much later than asked the event loop woke a sleeper, ten times a second: what held it up held up all streams.",
+    (),
+    _LATENCY,
+)
 ALERT_STATE = Metric(
     "medusa_alert_state",
     "gauge",
@@ -227,52 +375,15 @@ ALERT_STATE = Metric(
 METRICS: tuple[Metric, ...] = (
     *(ACCEPTANCE_RATE, SPEEDUP_FACTOR, HEAD_ACCURACY, HEAD_ACCURACY_PRIOR, FALLBACK_COUNT, FALLBACK_ACTIVE),
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
-    *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN),
+    *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, LONGEST_GAP),
+    *(QUEUE_WAIT, PREFILL_DURATION, TOKENS_PER_STEP, REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, DEADLINE_CUTS),
+    *(BACKEND_UP, BREAKER_STATE, BACKEND_REQUESTS, PLACES_USED, PLACES_LIMIT, OPTIONAL_FAILURES),
     *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, ENGINE_UP),
     *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),
-    *(REDIS_UP, POLICY_RELOADS, ALERT_STATE),
+    *(REDIS_UP, REDIS_LATENCY, LIMITS_DECIDED_LOCALLY, POLICY_RELOADS, POLICY_REJECTED, KEYS_REJECTED, FILE_HANGS),
+    *(POLICY_INFO, KEYS_INFO, BUILD_INFO, DRAINING, DRAIN_ABORTED, LOOP_LAG, ALERT_STATE),
 )
 BY_NAME = {metric.name: metric for metric in METRICS}
 
-# Spans of a request: the server span is named "{operation} {model}", its children:
-CHILD_SPANS = ("classify", "decide", "queue", "prefill", "decode")
-FALLBACK_EVENT = "speculation.fallback"
-"""Event of a decode span: the sequence stopped drafting, for a while or for good, or its class is in fallback."""
-
-
-class Attributes:
-    """Attributes of spans that are this gateway's own; the others are those of OpenTelemetry's conventions.
-
-    Fields of a JSON log line that belongs to a request use the same names.
-    """
-
-    REQUEST_ID = "medusa.request.id"
-    SEQUENCES = "medusa.sequences"
-    CLASS = "medusa.class"
-    CLASS_SOURCE = "medusa.class.source"
-    RULE = "medusa.rule"
-    REASON = "medusa.reason"
-    ARM = "medusa.arm"
-    POLICY_VERSION = "medusa.policy.version"
-    PLAN_METHOD = "medusa.plan.method"
-    PLAN_HEADS = "medusa.plan.heads"
-    PLAN_MAX_NODES = "medusa.plan.max_nodes"
-    PLAN_TREE = "medusa.plan.tree"
-    PLAN_ACCEPTANCE = "medusa.plan.acceptance"
-    PLAN_TEMPERATURE = "medusa.plan.temperature"
-    STATS_SOURCE = "medusa.stats.source"
-    STATS_AGE = "medusa.stats.age_s"
-    STATS_STEPS = "medusa.stats.steps"
-    STATS_SPEEDUP = "medusa.stats.speedup"
-    STATS_ACCEPTANCE_RATE = "medusa.stats.acceptance_rate"
-    STATS_TOKENS_PER_STEP = "medusa.stats.tokens_per_step"
-    STATS_HEAD_ACCURACY = "medusa.stats.head_accuracy"
-    PROMPT_TOKENS = "medusa.prompt_tokens"
-    CHOICE = "medusa.choice"
-    STEPS = "medusa.decode.steps"
-    MEDUSA_STEPS = "medusa.decode.medusa_steps"
-    DRAFTED = "medusa.decode.drafted_tokens"
-    ACCEPTED = "medusa.decode.accepted_tokens"
-    EMITTED = "medusa.decode.emitted_tokens"
-    SPEEDUP = "medusa.decode.speedup"
-    FINISH_REASON = "medusa.decode.finish_reason"
+OUTCOMES = ("ok", "server_error", "limited", "unauthorized", "client_error", "left")
+"""Values of ``outcome`` of ``medusa_requests``."""

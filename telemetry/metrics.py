@@ -11,6 +11,7 @@ from backends.types import StepSample
 from telemetry import catalog
 from telemetry.catalog import METRICS, MOST_ERRORS, OTHER, Metric
 from telemetry.request import PROVIDER, RequestRecord
+from telemetry.request_counts import per_token_times
 from telemetry.snapshot import ClosedLabels, Figures
 
 
@@ -46,11 +47,25 @@ class GatewayMetrics:
         self._record(catalog.REQUEST_DURATION, record.ended - record.arrived, with_error, context)
         if record.first_token_at is not None:
             self._record(catalog.TIME_TO_FIRST_TOKEN, record.first_token_at - record.arrived, attributes, context)
-        for stats in record.sequences:
-            if stats.first_token_at is None or stats.finished_at is None or stats.emitted_tokens < 2:
-                continue
-            seconds = (stats.finished_at - stats.first_token_at) / (stats.emitted_tokens - 1)
+        for seconds in per_token_times(record):
             self._record(catalog.TIME_PER_OUTPUT_TOKEN, seconds, attributes, context)
+        self._record_stages(record, {catalog.MODEL: model, catalog.CLASS: class_name}, context)
+
+    def _record_stages(self, record: RequestRecord, by_class: dict[str, str], context: Context | None) -> None:
+        if record.longest_gap is not None:
+            self._record(catalog.LONGEST_GAP, record.longest_gap, by_class, context)
+        for stats in record.sequences:
+            if stats.admitted_at is not None:
+                if record.submitted_at is not None:
+                    self._record(catalog.QUEUE_WAIT, stats.admitted_at - record.submitted_at, by_class, context)
+                if stats.first_token_at is not None:
+                    prefill_s = stats.first_token_at - stats.admitted_at
+                    self._record(catalog.PREFILL_DURATION, prefill_s, by_class, context)
+            if stats.steps:
+                self._record(catalog.TOKENS_PER_STEP, stats.tokens_per_step, by_class, context)
+
+    def record_lag(self, seconds: float) -> None:
+        self._record(catalog.LOOP_LAG, seconds, {}, None)
 
     def record_steps(self, model: str, backend: str, samples: Iterable[StepSample]) -> None:
         for sample in samples:

@@ -20,13 +20,24 @@ Span = tuple[float, float]
 
 
 @dataclass(slots=True)
+class Attempt:
+    """A request to an upstream. ``outcome``: completed, abandoned, or the code of the error; empty while it runs."""
+
+    backend: str
+    outcome: str = ""
+
+
+@dataclass(slots=True)
 class RequestRecord:
     """Times are of ``time.monotonic``, in seconds. What a request did not come to stays at its default.
 
     ``asked``: attributes of what the client asked for; ``error``: the code of the error that it was told, ``param`` the
     field that it names;
-    ``first_token_at``: of the sequence that was first. ``content``: prompt and answers, only where the operator wants
-    them logged.
+    ``first_token_at``: of the sequence that was first. ``tenant``: the name of the API key, ``backend``: the last that
+    was asked, ``attempts``: requests to upstreams, in their order. ``longest_gap`` between two pieces of a stream, the
+    last of which came at ``said_at``. ``deadline``: seconds, and who set it; ``deadline_cut``: it ended the answer.
+    ``control_share``: of the requests of the class that decode vanilla to compare with. ``content``: prompt and
+    answers, only where the operator wants them logged.
     """
 
     operation: str
@@ -54,7 +65,34 @@ class RequestRecord:
     finish_reasons: tuple[str, ...] = ()
     sequences: tuple[GenerationStats, ...] = ()
     completed: bool = False
+    tenant: str = ""
+    backend: str = ""
+    attempts: list[Attempt] = field(default_factory=list)
+    longest_gap: float | None = None
+    said_at: float | None = None
+    deadline_cut: bool = False
+    deadline: tuple[float, str] | None = None
+    control_share: float | None = None
     content: dict[str, Any] | None = None
+
+    def said(self, now: float) -> None:
+        """A piece of a stream is ready to go out."""
+        if self.said_at is not None:
+            self.longest_gap = max(self.longest_gap or 0.0, now - self.said_at)
+        self.said_at = now
+
+    @property
+    def outcome(self) -> str:
+        """Whose doing the end was, one of :data:`telemetry.catalog.OUTCOMES`."""
+        if self.error is None and self.status < 400:
+            return "ok"
+        if self.error == LEFT:
+            return "left"
+        if self.status in (401, 403):
+            return "unauthorized"
+        if self.status == 429:
+            return "limited"
+        return "client_error" if 400 <= self.status < 500 else "server_error"
 
     def close(self, now: float) -> None:
         """The response is over, one way or the other."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from backends.types import StepSampler
@@ -19,9 +19,17 @@ from telemetry.environment import PROPAGATORS, TelemetrySettings
 from telemetry.logs import CONTENT_LOG, REQUEST_LOG
 from telemetry.metrics import GatewayMetrics
 from telemetry.providers import Providers, make_resource, open_propagator, open_providers
-from telemetry.request import RequestRecord
+from telemetry.request import Attempt, RequestRecord
+from telemetry.request_counts import RequestCounts, RequestWindow
 from telemetry.snapshot import ClosedLabels, Figures, Sources, StepWindow, take_figures
-from telemetry.tracing import Epoch, end_server_span, server_attributes, start_server_span
+from telemetry.tracing import (
+    Epoch,
+    end_client_span,
+    end_server_span,
+    server_attributes,
+    start_client_span,
+    start_server_span,
+)
 
 SHUTDOWN_PATIENCE_S = 3.0
 _SCOPE = "medusa_gateway"
@@ -42,10 +50,26 @@ class RequestTrace:
     span: trace.Span | None = None
 
 
+@dataclass(slots=True)
+class OutgoingCall:
+    """A request to an upstream under way. ``span`` None: it has none of our own."""
+
+    attempt: Attempt
+    span: trace.Span | None = None
+
+    def end(self, outcome: str, *, failed: bool) -> None:
+        """``outcome``: completed, abandoned, or the code of the error. Called once."""
+        self.attempt.outcome = outcome
+        if self.span is not None:
+            end_client_span(self.span, outcome, failed=failed)
+
+
 class Telemetry:
     """``figures`` are those of the last :meth:`observe`; alerts are evaluated on them.
 
-    ``log_content``: prompts and answers are logged. Figures are taken even where nothing is exported.
+    ``log_content``: prompts and answers are logged. ``by_tenant``: counts of requests have the names of API keys as
+    labels. ``window``: how requests went in the last hours, for alerts. Figures are taken even where nothing
+    is exported.
     """
 
     def __init__(
@@ -55,10 +79,14 @@ class Telemetry:
         *,
         version: str = "",
         log_content: bool = False,
+        by_tenant: bool = False,
         propagators: Sequence[str] = PROPAGATORS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.figures: Figures = {}
+        self.version = version
+        self.counts = RequestCounts(by_tenant=by_tenant)
+        self.window = RequestWindow()
         self.log_content = log_content
         self.clock = clock
         self._providers = providers
@@ -80,20 +108,33 @@ class Telemetry:
 
     @classmethod
     def from_environment(
-        cls, environment: Mapping[str, str], *, version: str, instance: str, log_content: bool = False
+        cls,
+        environment: Mapping[str, str],
+        *,
+        version: str,
+        instance: str,
+        log_content: bool = False,
+        by_tenant: bool = False,
     ) -> Telemetry:
         """By the standard OTEL_* variables. Raises :class:`telemetry.environment.TelemetryError` for wrong ones."""
         settings = TelemetrySettings.from_environment(environment)
         if settings.disabled:
-            return cls(None, None, log_content=log_content)
+            return cls(None, None, version=version, log_content=log_content)
         # The instrumentation scope is always ours: as a label it would only make every series longer.
         registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=registry)
         reader = PrometheusMetricReader(scope_info_enabled=False, registry=registry)
         providers = open_providers(settings, make_resource(version, instance), reader)
         for doubt in settings.doubts:
             logger.warning("%s", doubt)
-        propagators = settings.propagators
-        return cls(providers, registry, version=version, log_content=log_content, propagators=propagators)
+        return cls(
+            providers,
+            registry,
+            version=version,
+            log_content=log_content,
+            by_tenant=by_tenant,
+            propagators=settings.propagators,
+        )
 
     def begin(self, record: RequestRecord, headers: Iterable[tuple[bytes, bytes]]) -> RequestTrace:
         """Continue the trace that the client's headers name, or begin one, if traces are exported at all."""
@@ -106,9 +147,26 @@ class Telemetry:
                 request.context = trace.set_span_in_context(request.span, request.context)
         return request
 
-    def pass_on(self, headers: dict[str, str]) -> None:
-        """Add to the headers of a call that goes out what makes it part of the present trace."""
-        self._propagator.inject(headers)
+    def call_out(
+        self, record: RequestRecord, backend: str, url: str, upstream_model: str, headers: dict[str, str]
+    ) -> OutgoingCall:
+        """Begin a request to an upstream: note it, open its span, and add to its headers what makes it part of it.
+
+        Without a span of our own it is part of the present trace, which may be the client's.
+        """
+        attempt = Attempt(backend)
+        record.attempts.append(attempt)
+        span, context = None, None
+        if self._tracer is not None:
+            span = start_client_span(self._tracer, record, backend, url, upstream_model)
+            context = trace.set_span_in_context(span)
+        self._propagator.inject(headers, context)
+        return OutgoingCall(attempt, span)
+
+    def note_lag(self, seconds: float) -> None:
+        """The event loop woke a sleeper so much too late."""
+        if self._metrics is not None:
+            self._metrics.record_lag(seconds)
 
     def finish(self, request: RequestTrace) -> None:
         """The response is over: record its figures, end its spans, log it. What fails here fails in silence but for the
@@ -121,6 +179,8 @@ class Telemetry:
     def _finish(self, request: RequestTrace) -> None:
         record = request.record
         record.close(self.clock())
+        self.counts.add(record, self._labels)
+        self.window.add(record, self._labels)
         if self._metrics is not None:
             self._metrics.record_request(record, self._labels, request.context)
         if request.span is not None and self._tracer is not None and request.context is not None:
@@ -135,7 +195,8 @@ class Telemetry:
             self._steps.add(backend, samples, now)
             if self._metrics is not None:
                 self._metrics.record_steps(decoder.info.name, backend, samples)
-        self.figures = take_figures(sources, self._steps, now)
+        self.window.tick(now)
+        self.figures = {**take_figures(sources, self._steps, now), **self.counts.figures()}
         if self._metrics is not None:
             self._metrics.figures = self.figures
         return self.figures
@@ -180,9 +241,11 @@ def _log_request(record: RequestRecord) -> None:
         if record.param:
             outcome += f" ({loggable(record.param)})"
         fields = {**server_attributes(record), "duration_s": round(seconds, 6)}
+        who = f" for {record.tenant}" if record.tenant else ""
+        where = f" by {record.backend}" if record.backend else ""
         _request_log.info(
-            "POST %s %s: %d tokens in %.3f s",
-            *(record.route, outcome, record.output_tokens, seconds),
+            "POST %s %s: %d tokens in %.3f s%s%s",
+            *(record.route, outcome, record.output_tokens, seconds, where, who),
             extra={"fields": fields},
         )
     if record.content:

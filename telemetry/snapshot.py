@@ -6,11 +6,13 @@ a request.
 
 from __future__ import annotations
 
+import platform
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from backends.types import DecodeCounters, Decoder, StepSample
+from backends.types import DecodeCounters, Decoder, OptionalFailures, StepSample
 from policy.config.watched_file import FileStatus
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey, Tally, add_counters, sum_tallies
@@ -25,11 +27,42 @@ Figures = Mapping[str, Mapping[Labels, float]]
 
 
 @dataclass(frozen=True, slots=True)
+class BackendState:
+    """A backend as it stands. ``breaker`` None: it has none. ``outcomes``: of the requests that went to it, where that
+    is counted."""
+
+    model: str
+    backend: str
+    up: bool
+    places_used: int
+    places_limit: int
+    breaker: Literal["closed", "half_open", "open"] | None = None
+    outcomes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How the process itself stands. ``hangs``: files by whether reading them hangs. ``keys`` None: there are none.
+
+    ``redis_latency_s``: by use. ``decided_locally`` None: limits are not shared. ``build``: version and replica.
+    """
+
+    backends: Sequence[BackendState] = ()
+    keys: FileStatus | None = None
+    hangs: Mapping[str, bool] = field(default_factory=dict)
+    redis_latency_s: Mapping[str, float] = field(default_factory=dict)
+    decided_locally: int | None = None
+    build: tuple[str, str] | None = None
+    draining: bool = False
+    drain_aborted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
     """What figures are made of. ``decoders``: the engines of this process by the names of their backends.
 
     ``fallbacks``: how many there were by (model, class), since the start. ``store`` None: there is no store.
-    ``alerts``: state by labels of ``medusa_alert_state``.
+    ``alerts``: state by labels of ``medusa_alert_state``. ``standing`` None: not asked for.
     """
 
     statistics: Statistics
@@ -40,6 +73,7 @@ class Sources:
     fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)
     store: StoreHealth | None = None
     alerts: Mapping[Labels, float] = field(default_factory=dict)
+    standing: Standing | None = None
 
 
 class ClosedLabels:
@@ -118,12 +152,16 @@ def take_figures(sources: Sources, steps: StepWindow, now: float) -> Figures:
     # The first is what the gateway started with.
     put(catalog.POLICY_RELOADS, max(sources.policy.accepted - 1, 0), "accepted")
     put(catalog.POLICY_RELOADS, sources.policy.rejected, "rejected")
+    _file(put, sources.policy, catalog.POLICY_REJECTED, catalog.POLICY_INFO)
+    if sources.standing is not None:
+        _standing(put, sources.standing)
     for labels, state in sources.alerts.items():
         put(catalog.ALERT_STATE, state, *labels)
     return found
 
 
 _Put = Callable[..., None]
+_BREAKER = {"closed": 0, "half_open": 1, "open": 2}
 
 
 def _classes(put: _Put, sources: Sources, closed: ClosedLabels, now: float) -> None:
@@ -196,3 +234,34 @@ def _engines(put: _Put, decoders: Mapping[str, Decoder], steps: StepWindow) -> N
         put(catalog.HEADS_STALE, decoder.info.heads_stale, *labels)
         put(catalog.VANILLA_STEP, steps.vanilla_step_s(backend), *labels)
         put(catalog.VERIFICATION_RATIO, steps.verification_ratio(backend), *labels)
+        if isinstance(decoder, OptionalFailures):
+            for part, count in decoder.optional_failures().items():
+                put(catalog.OPTIONAL_FAILURES, count, *labels, part)
+
+
+def _file(put: _Put, status: FileStatus, rejected: Metric, info: Metric) -> None:
+    put(rejected, status.rejection is not None)
+    put(info, 1, status.version)
+
+
+def _standing(put: _Put, standing: Standing) -> None:
+    for each in standing.backends:
+        labels = each.model, each.backend
+        put(catalog.BACKEND_UP, each.up, *labels)
+        put(catalog.PLACES_USED, each.places_used, *labels)
+        put(catalog.PLACES_LIMIT, each.places_limit, *labels)
+        if each.breaker is not None:
+            put(catalog.BREAKER_STATE, _BREAKER[each.breaker], *labels)
+        for outcome, count in each.outcomes.items():
+            put(catalog.BACKEND_REQUESTS, count, *labels, outcome)
+    if standing.keys is not None:
+        _file(put, standing.keys, catalog.KEYS_REJECTED, catalog.KEYS_INFO)
+    for name, hangs in standing.hangs.items():
+        put(catalog.FILE_HANGS, hangs, name)
+    for use, seconds in standing.redis_latency_s.items():
+        put(catalog.REDIS_LATENCY, seconds, use)
+    put(catalog.LIMITS_DECIDED_LOCALLY, standing.decided_locally)
+    if standing.build is not None:
+        put(catalog.BUILD_INFO, 1, *standing.build, platform.python_version())
+    put(catalog.DRAINING, standing.draining)
+    put(catalog.DRAIN_ABORTED, standing.drain_aborted)

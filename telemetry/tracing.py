@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer
 
 from backends.types import GenerationStats
-from telemetry.catalog import FALLBACK_EVENT
-from telemetry.catalog import Attributes as A
+from telemetry.attributes import FALLBACK_EVENT
+from telemetry.attributes import Attributes as A
 from telemetry.request import PROVIDER, RequestRecord
 
 MOST_SEQUENCES = 16
@@ -62,6 +63,33 @@ def start_server_span(tracer: Tracer, record: RequestRecord, parent: Context, ep
     )
 
 
+def start_client_span(tracer: Tracer, record: RequestRecord, backend: str, url: str, upstream_model: str) -> trace.Span:
+    """The span of one request to an upstream, below the present one."""
+    address = urlsplit(url)
+    return tracer.start_span(
+        f"{record.operation} {upstream_model}",
+        kind=SpanKind.CLIENT,
+        attributes=_known(
+            {
+                A.BACKEND: backend,
+                "http.request.method": "POST",
+                "server.address": address.hostname,
+                "server.port": address.port or (443 if address.scheme == "https" else 80),
+                "gen_ai.operation.name": record.operation,
+                "gen_ai.request.model": upstream_model,
+            }
+        ),
+    )
+
+
+def end_client_span(span: trace.Span, outcome: str, *, failed: bool) -> None:
+    span.set_attribute(A.OUTCOME, outcome)
+    if failed:
+        span.set_attribute("error.type", outcome)
+        span.set_status(Status(StatusCode.ERROR, outcome))
+    span.end()
+
+
 def end_server_span(tracer: Tracer, span: trace.Span, context: Context, record: RequestRecord, epoch: Epoch) -> None:
     """Add the children and all that is known by now; nothing of it for a span that is not sampled."""
     if span.is_recording():
@@ -87,6 +115,9 @@ def server_attributes(record: RequestRecord) -> dict[str, Any]:
             "http.response.status_code": record.status,
             "error.type": record.error,
             A.REQUEST_ID: record.request_id,
+            A.TENANT: record.tenant or None,
+            A.BACKEND: record.backend or None,
+            A.ATTEMPTS: tuple(f"{each.backend}: {each.outcome or 'abandoned'}" for each in record.attempts) or None,
             "gen_ai.request.model": record.model or None,
             **record.asked,
             "gen_ai.response.model": record.model if record.answer_id else None,
@@ -127,11 +158,15 @@ def decide_attributes(record: RequestRecord) -> dict[str, Any]:
         found |= {A.RULE: why.rule, A.REASON: why.reason, A.POLICY_VERSION: why.policy_version}
     if decision is not None:
         found |= {
-            A.ARM: decision.arm,
+            A.ARM: decision.group,
             A.PLAN_TEMPERATURE: decision.temperature,
             A.STATS_SOURCE: decision.stats_source,
             A.STATS_AGE: decision.stats_age_s,
         }
+    if record.deadline is not None:
+        found[A.DEADLINE], found[A.DEADLINE_OF] = record.deadline
+    if record.control_share is not None:
+        found[A.CONTROL_SHARE] = record.control_share
     if plan is not None:
         found |= {
             A.PLAN_METHOD: plan.method,

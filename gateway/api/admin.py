@@ -20,6 +20,7 @@ from gateway.auth.charging import refuse_early
 from gateway.auth.guard import needs
 from gateway.serving.call import Call
 from gateway.serving.dispatch import refusal, route
+from gateway.serving.fleet_lookup import FleetBusy
 from gateway.serving.health import health
 from gateway.serving.pipeline import Attempt
 from gateway.serving.state import gateway_of
@@ -28,8 +29,11 @@ from gateway.wire.request_body import off_the_loop, read_json
 from policy.config.problems import PolicyError
 from policy.diff import differences
 from policy.file.format import parse_policy
+from policy.shared.redis_client import StoreUnavailable
 from policy.spec import PolicySpec
 
+MOST_ASKED = 200
+"""Characters of a name that other replicas are asked about."""
 _NULL = msgspec.Raw(b"null")
 
 
@@ -103,13 +107,25 @@ async def show_backends(request: Request[Any, Any, Any]) -> ASGIResponse:
 
 @get("/admin/decisions/{request_id:str}")
 async def show_decision(request: Request[Any, Any, Any], request_id: FromPath[str]) -> ASGIResponse:
-    """Why one request was decoded as it was, by the id of its answer or by its ``x-request-id``."""
-    record = gateway_of(request).controller.decisions.find(request_id)
-    if record is None:
+    """Why one request was decoded as it was, by the id of its answer or by its ``x-request-id``.
+
+    Any replica answers: what it has not made itself it asks of the others, which takes up to three seconds.
+    """
+    controller = gateway_of(request).controller
+    found, asked = controller.decision_on(request_id), ""
+    if found is None and controller.background.fleet is not None:
+        try:
+            found = await controller.background.fleet.ask(request_id[:MOST_ASKED])
+            asked = " No other replica has answered that it has it."
+        except StoreUnavailable:
+            asked = " Other replicas could not be asked: the store that they share does not answer."
+        except FleetBusy:
+            asked = " Other replicas could not be asked: too much is asked of them at once; try again."
+    if found is None:
         raise DecisionNotFound(
-            f"No decision on '{request_id[:200]}' is kept here: the last few thousand of this replica are."
+            f"No decision on '{request_id[:200]}' is kept here: the last few thousand of a replica are.{asked}"
         )
-    return json_response(record.as_dict())
+    return json_response(found)
 
 
 @post("/admin/policy/validate", status_code=200)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from litestar import Litestar, Request, get
@@ -16,17 +17,22 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth.guard import needs
 from gateway.request_record import keep_record
+from gateway.serving.backend import Backend
 from gateway.serving.state import GatewayState, gateway_of
+from gateway.serving.targets import UpstreamTarget
+from gateway.version import package_version
 from gateway.wire.errors import APIError, shutting_down
 from gateway.wire.request_id import request_id_of
 from policy.background import cancel_and_wait, pause
 from telemetry.request import RequestRecord
 from telemetry.service import Attached
-from telemetry.snapshot import Figures, Sources
+from telemetry.snapshot import BackendState, Figures, Sources, Standing
 
 logger = logging.getLogger("gateway.telemetry")
 
 OBSERVE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.1
+"""How often the event loop's lag is looked at."""
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 """The routes whose requests have a trace, and ``gen_ai.operation.name`` of each."""
 
@@ -63,6 +69,7 @@ class RequestTelemetry(ASGIMiddleware):
             try:
                 await next_app(scope, receive, send)
             finally:
+                record.tenant = scope.get("state", {}).get("tenant", "")
                 if state.admission.aborted and record.error is None and not record.completed:
                     record.error = shutting_down().code
                 telemetry.finish(request)
@@ -82,10 +89,39 @@ def take_figures(state: GatewayState) -> Figures:
         fallbacks=controller.events.fallbacks,
         store=sync.health if sync is not None and sync.health.remote else None,
         alerts={} if background.alerting is None else background.alerting.exported(),
+        standing=_standing(state),
     )
     figures = state.telemetry.observe(sources, controller.clock())
-    background.evaluate_alerts(figures)
+    background.evaluate_alerts(figures, state.telemetry.window)
     return figures
+
+
+def _standing(state: GatewayState) -> Standing:
+    controller, access, limiter = state.controller, state.access, state.access.limiter
+    sync = controller.background.sync
+    latency = {} if sync is None or not sync.health.remote else {"statistics": sync.last_s}
+    latency |= {} if limiter.last_s is None else {"limits": limiter.last_s}
+    hangs = {"policy": controller.background.file.hangs}
+    if access.keys is not None:
+        hangs["keys"] = access.keys_hang
+    return Standing(
+        backends=[_backend_state(each) for each in state.backends.all],
+        keys=None if access.keys is None else access.keys.status,
+        hangs=hangs,
+        redis_latency_s={use: seconds for use, seconds in latency.items() if seconds is not None},
+        decided_locally=limiter.decided_locally if limiter.health.shared is not None else None,
+        build=(package_version(), controller.statistics.replica),
+        draining=state.admission.draining,
+        drain_aborted=state.admission.drain_aborted,
+    )
+
+
+def _backend_state(backend: Backend) -> BackendState:
+    places = backend.places
+    state = BackendState(backend.model, backend.name, backend.healthy, places.in_flight, places.capacity)
+    if not isinstance(backend, UpstreamTarget):
+        return state
+    return replace(state, breaker=backend.breaker.state(backend.clock()), outcomes=backend.outcomes)
 
 
 @asynccontextmanager
@@ -101,11 +137,18 @@ async def observed(state: GatewayState, _: Litestar) -> AsyncGenerator[None, Non
                 logger.exception("figures could not be taken; it is tried again")
             await pause(OBSERVE_EVERY_S)
 
-    watching = asyncio.create_task(watch())
+    async def watch_the_loop() -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LOOK_EVERY_S
+            await pause(LOOK_EVERY_S)
+            state.telemetry.note_lag(loop.time() - due)
+
+    watching = [asyncio.create_task(watch()), asyncio.create_task(watch_the_loop())]
     try:
         yield
     finally:
-        await cancel_and_wait(watching)
+        await cancel_and_wait(*watching)
 
 
 @get("/metrics", opt=needs("metrics"))

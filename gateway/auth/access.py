@@ -93,6 +93,11 @@ class Access:
             raise NotAllowed(f"The API key '{key.name}' has no scope '{wanted}', which this route needs.")
         return key
 
+    @property
+    def keys_hang(self) -> bool:
+        """Whether the key file can't be read now."""
+        return self._file is not None and self._file.hangs
+
     def problems(self) -> list[str]:
         """What is not as it should be, in words that anybody may read."""
         found = []

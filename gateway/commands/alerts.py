@@ -44,7 +44,7 @@ def run_rules(args: argparse.Namespace) -> int:
     except PolicyError as error:
         raise CommandError(str(error)) from None
     if args.format == "rules":
-        made = rule_file(spec.alerts, dict(args.label))
+        made = rule_file(spec.alerts, dict(args.label), spec.runbooks)
     else:
         made = prometheus_rule(
             spec.alerts,
@@ -52,6 +52,7 @@ def run_rules(args: argparse.Namespace) -> int:
             namespace=args.namespace,
             metadata_labels=dict(args.metadata_label),
             labels=dict(args.label),
+            runbooks=spec.runbooks,
         )
     print(yaml.safe_dump(made, sort_keys=False, width=120, allow_unicode=True), end="")
     return 0

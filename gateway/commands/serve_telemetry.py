@@ -25,6 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="log prompts and answers, which is never done otherwise; needs --log-format json",
     )
+    add(
+        "--metrics-by-tenant",
+        action="store_true",
+        help="count requests and tokens by API key too, in series that name the keys",
+    )
 
 
 def configure_logs(args: argparse.Namespace) -> None:
@@ -51,7 +56,11 @@ def open_telemetry(args: argparse.Namespace, instance: str) -> Telemetry:
     drop_empty(os.environ)
     try:
         return Telemetry.from_environment(
-            os.environ, version=package_version(), instance=instance, log_content=args.log_content
+            os.environ,
+            version=package_version(),
+            instance=instance,
+            log_content=args.log_content,
+            by_tenant=args.metrics_by_tenant,
         )
     except TelemetryError as error:
         raise CommandError(str(error)) from None

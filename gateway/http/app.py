@@ -21,7 +21,9 @@ from gateway.auth.guard import ResponseHeaders, guard, needs_by_path
 from gateway.http.cors import Cors
 from gateway.http.error_responses import handle_exception
 from gateway.http.stopping import stopped
+from gateway.http.whereabouts import REPLICA_HEADER, VERSION_HEADER, Whereabouts
 from gateway.serving.state import GatewayState
+from gateway.version import package_version
 from gateway.wire.request_id import RequestIdHeader
 from policy.limits.arithmetic import STANDING_HEADERS
 
@@ -36,7 +38,7 @@ ROUTES = (
     metrics,
 )
 
-EXPOSED_HEADERS = ("x-request-id", "retry-after", *STANDING_HEADERS)
+EXPOSED_HEADERS = ("x-request-id", REPLICA_HEADER, VERSION_HEADER, "retry-after", *STANDING_HEADERS)
 """What pages of other origins may read of an answer."""
 
 STOP_S, CONTROLLER_STOP_S = 2.5, 8.0
@@ -88,7 +90,11 @@ def create_app(state: GatewayState) -> Litestar:
         middleware=[RequestTelemetry(state)],
         exception_handlers={HTTPException: handle_exception, Exception: handle_exception},
         guards=[guard],
-        before_send=[RequestIdHeader(state.new_id), ResponseHeaders()],
+        before_send=[
+            RequestIdHeader(state.new_id),
+            Whereabouts(state.controller.statistics.replica, package_version()),
+            ResponseHeaders(),
+        ],
         request_max_body_size=state.settings.max_body_bytes,
         # The document is made in gateway.api.openapi; errors are logged in gateway.wire.errors; LITESTAR_DEBUG is not
         # heeded.

@@ -10,6 +10,7 @@ from backends.types import DecodingPlan, ModelInfo, SamplingParams
 from gateway.admission import Places, Ticket
 from gateway.routing.choice import Candidate
 from gateway.serving.call import Call
+from gateway.serving.planning import Deadline
 from gateway.settings import GatewaySettings
 from gateway.wire.requests import DecodingOptions, GenerationFields
 from gateway.wire.responses import DecodingReport, RemoteReport
@@ -50,8 +51,8 @@ class Prompts:
 class Prepared:
     """A call that was admitted, paid for and decided on: all that it takes to start it.
 
-    ``deadline_s``: what is left of it. ``seed``: the client's, or drawn. ``request_id``: by what the client knows the
-    request. ``settle`` keeps the report of what was done.
+    ``deadline``: as it was set; ``deadline_s``: what is left of it. ``seed``: the client's, or drawn. ``request_id``:
+    by what the client knows the request. ``settle`` keeps the report of what was done.
     """
 
     call: Call
@@ -59,6 +60,7 @@ class Prepared:
     prompts: Prompts
     answer_id: str
     created: int
+    deadline: Deadline | None
     deadline_s: float | None
     seed: int
     request_id: str

@@ -12,16 +12,18 @@ from contextlib import suppress
 
 from backends.types import CostKeeper, Decoder
 from gateway.serving.events import EventBook
+from gateway.serving.fleet_lookup import Find, FleetLookup
 from gateway.serving.statistics_store import OpenStore
 from policy.background import PatientCall, cancel_and_wait, pause
 from policy.config.watched_file import FileWatch
 from policy.runtime import PolicyRuntime
-from policy.shared.redis_client import RedisTarget
+from policy.shared.redis_client import RedisTarget, StoreUnavailable
 from policy.statistics.aggregate import Statistics
 from policy.statistics.store import StatsStore
 from policy.statistics.syncing import StoreSync
 from telemetry.alerts.manager import Alerting, open_alerting
 from telemetry.alerts.readings import steps_lately
+from telemetry.request_counts import RequestWindow
 from telemetry.snapshot import Figures
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,8 @@ ALERTS_PATIENCE_S = 1.0
 class Background:
     """Used from one event loop only. ``on_new_policy`` is called when an edit of the policy file is in force.
 
-    ``sync`` and ``alerting`` are there from :meth:`start` on.
+    ``find``: the decision that this replica remembers under a name. ``sync`` and ``alerting`` are there from
+    :meth:`start` on, ``fleet`` too where there may be other replicas.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Background:
         statistics: Statistics,
         events: EventBook,
         on_new_policy: Callable[[], None],
+        find: Find,
         open_store: OpenStore,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -55,10 +59,12 @@ class Background:
         self.file = FileWatch(policy, clock, wall_clock)
         self.sync: StoreSync | None = None
         self.alerting: Alerting | None = None
+        self.fleet: FleetLookup | None = None
         self._policy = policy
         self._statistics = statistics
         self._events = events
         self._on_new_policy = on_new_policy
+        self._find = find
         self._open_store = open_store
         self._clock, self._wall_clock = clock, wall_clock
         self._keep_costs = PatientCall(self._keep_costs_once, clock=clock, patience_s=KEEP_COST_PATIENCE_S)
@@ -88,11 +94,14 @@ class Background:
             self._wall_clock,
             self._events.note_alert,
         )
+        if self.sync.health.remote:
+            self.fleet = FleetLookup(self._store.shared_text("lookups"), self._statistics.replica, self._find)
         loops = (
             (self.count, COUNT_EVERY_S),
             (self.poll_policy, POLL_EVERY_S),
             (self.sync_once, SYNC_EVERY_S),
             (self.share_alerts, SHARE_ALERTS_EVERY_S),
+            (self.answer_others, SHARE_ALERTS_EVERY_S),
             (self.keep_costs, KEEP_COST_EVERY_S),
         )
         self._running = [asyncio.create_task(self._every(seconds, work)) for work, seconds in loops]
@@ -125,15 +134,22 @@ class Background:
         for name, transition in self._statistics.refresh(self._policy.spec, now, source, held):
             self._events.note_transition(name, transition)
 
-    def evaluate_alerts(self, figures: Figures) -> None:
-        """Look at figures that were just taken; what follows is shared and delivered by the loop for that."""
+    def evaluate_alerts(self, figures: Figures, requests: RequestWindow | None = None) -> None:
+        """Look at figures that were just taken, and at how ``requests`` went; what follows is shared and delivered by
+        the loop for that."""
         if self.alerting is not None:
             lately = steps_lately(self._statistics, self._clock())
-            self.alerting.evaluate(self._policy.spec.alerts, figures, lately)
+            self.alerting.evaluate(self._policy.spec.alerts, figures, lately, requests)
 
     async def share_alerts(self) -> None:
         assert self.alerting is not None
         await self.alerting.share(self._policy.spec)
+
+    async def answer_others(self) -> None:
+        if self.fleet is not None:
+            # While the store is away, nobody can have asked.
+            with suppress(StoreUnavailable):
+                await self.fleet.answer()
 
     async def poll_policy(self) -> None:
         outcome = await self.file.poll()

@@ -12,6 +12,7 @@ from typing import Any
 from gateway.serving.background import Background
 from gateway.serving.events import EventBook
 from gateway.serving.statistics_store import OpenStore, memory_store
+from gateway.version import package_version
 from policy.decision import Decision, decide
 from policy.records import DecisionLog, DecisionRecord
 from policy.runtime import PolicyRuntime
@@ -49,7 +50,7 @@ class Controller:
         self.decisions = DecisionLog()
         self.events = EventBook(wall_clock)
         self.background = Background(
-            policy, self.statistics, self.events, self._forget_shapes, open_store, clock, wall_clock
+            policy, self.statistics, self.events, self._forget_shapes, self.decision_on, open_store, clock, wall_clock
         )
         self._classify = classify
         self._held: dict[HeldKey, Held] = {}
@@ -101,6 +102,13 @@ class Controller:
 
     def record(self, record: DecisionRecord, http_request_id: str | None = None) -> None:
         self.decisions.add(record, http_request_id)
+
+    def decision_on(self, request_id: str) -> dict[str, Any] | None:
+        """What this replica remembers of a request, by the id of its answer or its x-request-id; None: nothing."""
+        record = self.decisions.find(request_id)
+        if record is None:
+            return None
+        return {"replica": self.statistics.replica, "version": package_version(), **record.as_dict()}
 
     def _forget_shapes(self) -> None:
         """Held shapes belong to a version of the policy, and to rules of it."""

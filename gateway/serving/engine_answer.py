@@ -93,7 +93,9 @@ class EnginePlan:
             created=prepared.created,
             model=self.served.decoder.info.name,
             prompt_tokens=prepared.prompts.total,
-            plan=self.decoding,
+            plan=self.decoding
+            if prepared.deadline is None
+            else replace(self.decoding, deadline=prepared.deadline.words),
         )
         return EngineAnswer(answer, generation, prepared)
 
@@ -127,6 +129,10 @@ class EngineAnswer:
         self._results: list[ChoiceResult] = []
 
     def close(self) -> None:
+        record, ticket = self._prepared.record, self._prepared.ticket
+        if not record.completed and ticket.used_tokens is not None:
+            # It was cut: what it had come to was generated all the same.
+            record.output_tokens = ticket.used_tokens - self._prepared.prompts.total
         self._generation.close()
 
     async def gather(self) -> None:
@@ -164,10 +170,11 @@ class EngineAnswer:
 
     async def _settled(self, chunks: _Chunks) -> _Chunks:
         """The same chunks; the books of a stream are closed with its last one."""
-        record = self._prepared.record
+        record, clock = self._prepared.record, self._prepared.telemetry.clock
         results = [ChoiceResult() for _ in range(self._prepared.call.sequences)]
         left = len(results)
         async for index, chunk in chunks:
+            record.said(clock())
             if record.content is not None:
                 results[index].keep(chunk)
             if chunk.finish_reason is not None:

@@ -17,13 +17,11 @@ from gateway.request_record import note_asked, record_of
 from gateway.serving.backend import Backend, Parameters, Plan, Prepared, Prompts, Running
 from gateway.serving.call import Call
 from gateway.serving.generation import unless_disconnected
-from gateway.serving.planning import turn_of
+from gateway.serving.planning import deadline_of, turn_of
 from gateway.serving.state import GatewayState
-from gateway.settings import GatewaySettings
 from gateway.wire.event_stream import EventStream
 from gateway.wire.hops import hops_of
 from gateway.wire.request_id import request_id_of
-from gateway.wire.requests import GenerationFields
 from gateway.wire.validation import requested_max_tokens, sampling_params
 from policy.decision import Decision
 from policy.records import DecisionRecord
@@ -67,6 +65,7 @@ class Attempt:
         arrived = gateway.clock()
         parameters = self._parameters()
         note_asked(record_of(scope), call.body, parameters.most_tokens)
+        record_of(scope).backend = backend.name
         # Before a place is taken: what can't be done at all is refused first, then whom the limits keep out anyway.
         backend.check_options(call.body.decoding)
         refuse_early(scope, gateway.access)
@@ -97,11 +96,14 @@ class Attempt:
         ticket.used_tokens = 0
         prompts = await backend.measure(call, parameters, gateway.settings)
         decided = self._decide(prompts, _EXPLAINED + gateway.new_id(), own_places=0, dry=True)
-        facts, stats = decided.facts, decided.stats
+        facts, stats, decision = decided.facts, decided.stats, decided.decision
+        deadline = deadline_of(call.body.decoding, gateway.settings.deadline_s, decision)
         return {
             "facts": {name: getattr(facts, name) for name in type(facts).__slots__ if name != "request_id"},
-            "decision": decided.decision.as_dict(),
+            "decision": decision.as_dict(),
             "plan": decided.plan.as_dict(),
+            "deadline": None if deadline is None else deadline._asdict(),
+            "notes": _notes(decision, facts),
             "statistics": None if stats is None else stats.as_dict(gateway.controller.clock()),
         }
 
@@ -143,14 +145,16 @@ class Attempt:
         decided = self._decide(prompts, answer_id, own_places=call.sequences)
         record.decided = deciding, clock()
         record.decision, record.plan, record.stats = decided.decision, decided.plan.decoding, decided.stats
-        deadline_s = deadline_of(call.body, gateway.settings, decided.decision)
+        deadline = deadline_of(call.body.decoding, gateway.settings.deadline_s, decided.decision)
+        record.deadline, record.control_share = deadline, decided.decision.control_share
         prepared = Prepared(
             call=call,
             parameters=parameters,
             prompts=prompts,
             answer_id=answer_id,
             created=int(gateway.wall_clock()),
-            deadline_s=None if deadline_s is None else max(deadline_s - (gateway.clock() - arrived), 0.0),
+            deadline=deadline,
+            deadline_s=None if deadline is None else max(deadline.seconds - (gateway.clock() - arrived), 0.0),
             seed=gateway.new_seed() if call.body.seed is None else call.body.seed,
             request_id=client_id,
             hops=hops_of(self.request),
@@ -159,7 +163,15 @@ class Attempt:
             telemetry=gateway.telemetry,
             settle=lambda report: controller.decisions.finish(answer_id, report),
         )
-        kept = DecisionRecord(answer_id, decided.facts, decided.decision, gateway.wall_clock(), decided.plan.as_dict())
+        kept = DecisionRecord(
+            answer_id,
+            decided.facts,
+            decided.decision,
+            gateway.wall_clock(),
+            decided.plan.as_dict(),
+            backend=self.backend.name,
+            deadline=None if deadline is None else deadline._asdict(),
+        )
         controller.record(kept, client_id)
         record.submitted_at = clock()
         return decided.plan.start(prepared)
@@ -179,8 +191,11 @@ class Attempt:
             raise
 
 
-def deadline_of(body: GenerationFields, settings: GatewaySettings, decision: Decision) -> float | None:
-    """The client may shorten the operator's deadline, never lengthen it; nor may a policy lengthen the flag's."""
-    asked = body.decoding.deadline_ms if body.decoding else None
-    limits = (settings.deadline_s, decision.deadline_s, asked / 1000 if asked else None)
-    return min((limit for limit in limits if limit is not None), default=None)
+def _notes(decision: Decision, facts: RequestFacts) -> list[str]:
+    """What may turn out otherwise for a request that is really made."""
+    if not decision.control_share:
+        return []
+    return [
+        f"{decision.control_share:.3g} of the requests of class {facts.class_name} are drawn at random to decode "
+        "vanilla, to compare with; their records and answers say so"
+    ]

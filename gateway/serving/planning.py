@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from backends.tree import CandidateTree, TreeError
 from backends.types import DecodingPlan, ModelInfo
 from gateway.wire.errors import InvalidRequest
@@ -13,6 +15,27 @@ from policy.statistics.counters import Arm
 
 CLIENT_RULE = "request"
 _FIRST_TURNS, _LAST_TURNS = 16, 48
+
+
+class Deadline(NamedTuple):
+    """``set_by``: "client", "policy" or "gateway" (``--deadline``)."""
+
+    seconds: float
+    set_by: str
+
+    @property
+    def words(self) -> str:
+        """What goes behind "deadline"."""
+        whose = {"client": "the client", "policy": "the policy", "gateway": "this gateway's --deadline"}[self.set_by]
+        return f" of {self.seconds:g} s, set by {whose}"
+
+
+def deadline_of(options: DecodingOptions | None, gateway_s: float | None, decision: Decision) -> Deadline | None:
+    """The client may shorten the operator's deadline, never lengthen it; nor may a policy lengthen the flag's."""
+    asked = options.deadline_ms if options else None
+    limits = {"client": asked / 1000 if asked else None, "policy": decision.deadline_s, "gateway": gateway_s}
+    given = [Deadline(seconds, set_by) for set_by, seconds in limits.items() if seconds is not None]
+    return min(given, key=lambda deadline: deadline.seconds, default=None)
 
 
 def check_options(options: DecodingOptions | None, info: ModelInfo) -> None:

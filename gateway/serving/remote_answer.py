@@ -20,13 +20,14 @@ from gateway.upstream.chunk import Chunk
 from gateway.upstream.errors import UpstreamFailure
 from gateway.upstream.payload import decoding_wishes, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
-from gateway.upstream.stream import UpstreamAnswer
+from gateway.upstream.stream import OnEnd, UpstreamAnswer
 from gateway.upstream.tally import Tally
 from gateway.wire.errors import APIError, shutting_down
 from gateway.wire.hops import HOPS_HEADER
 from gateway.wire.responses import RemoteReport
 from policy.decision import Decision
 from telemetry.request import RequestRecord
+from telemetry.service import OutgoingCall
 
 
 def measure(call: Call, parameters: Parameters, settings: GatewaySettings) -> Prompts:
@@ -70,11 +71,21 @@ class RemotePlan:
         call, spec = prepared.call, self.backend.spec
         path, sent = payload(call.body, call.prompt, spec.dialect, spec.upstream_model, self.temperature)
         headers = {HOPS_HEADER: str(prepared.hops + 1), "x-request-id": prepared.request_id}
+        permit = self.backend.begin()
         # The upstream's spans become children of ours, or of the client's where we have none.
-        prepared.telemetry.pass_on(headers)
-        answer = UpstreamAnswer(self.backend, path, sent, headers, call.sequences)
+        out = prepared.telemetry.call_out(
+            prepared.record, self.backend.name, spec.url, spec.upstream_model or self.backend.model, headers
+        )
+        answer = UpstreamAnswer(self.backend, permit, path, sent, headers, call.sequences, on_end=_ended(out))
         prepared.ticket.on_abort = answer.abort_for_shutdown
         return RemoteAnswer(answer, self.report, self.backend.model, prepared)
+
+
+def _ended(out: OutgoingCall) -> OnEnd:
+    def end(error: APIError | None, outcome: str) -> None:
+        out.end(outcome, failed=error is not None)
+
+    return end
 
 
 def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> RemoteReport:
@@ -101,7 +112,7 @@ class RemoteAnswer:
         self._model = model
         self._prepared = prepared
         self._tally = Tally(prepared.prompts.total)
-        self._cut = CutAtDeadline()
+        self._cut = CutAtDeadline("" if prepared.deadline is None else prepared.deadline.words)
         record = prepared.record
         chunks = noting_failure(answer.chunks(), record)
         self._chunks = _counted(chunks, self._tally, prepared.ticket, record, prepared.telemetry.clock)
@@ -151,6 +162,7 @@ class RemoteAnswer:
         return Identity(self._prepared.answer_id, object_name, self._prepared.created, self._model)
 
     def _settle(self, report: RemoteReport) -> None:
+        self._prepared.record.deadline_cut = self._cut.hit
         self._prepared.settle(report)
         self._prepared.record.completed = True
 
@@ -174,8 +186,10 @@ async def _counted(
         tally.take(chunk)
         ticket.used_tokens = tally.tokens
         record.prompt_tokens, record.output_tokens = tally.prompt_tokens, tally.answer_tokens
+        now = clock()
         if chunk.begins and record.first_token_at is None:
-            record.first_token_at = clock()
+            record.first_token_at = now
+        record.said(now)
         ends = {choice.index: choice.finish_reason for choice in chunk.choices if choice.finish_reason is not None}
         if ends:
             reasons |= ends

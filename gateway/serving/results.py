@@ -66,7 +66,7 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
     # An engine goes on from the plan's reason.
     reasons = [plan.reason, *(each.reason.removeprefix(plan.reason).removeprefix("; ") for each in stats)]
     if any(result.deadline_hit for result in results):
-        reasons.append("cut at its deadline")
+        reasons.append(f"cut at its deadline{plan.deadline}")
     if plan.adapted_from:
         reasons.append(f"this model was adapted from {plan.adapted_from}: its answers are its own")
     return DecodingReport(
@@ -91,6 +91,7 @@ def note_results(record: RequestRecord, results: Sequence[ChoiceResult]) -> None
     """The answer is complete."""
     record.sequences = tuple(result.stats for result in results if result.stats is not None)
     record.output_tokens = sum(result.num_tokens for result in results)
+    record.deadline_cut = any(result.deadline_hit for result in results)
     record.finish_reasons = tuple(result.finish_reason for result in results)
     record.completed = True
     if record.content is not None:

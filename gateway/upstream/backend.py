@@ -22,7 +22,7 @@ from gateway.admission import Places
 from gateway.routing import circuit_breaker as circuit
 from gateway.routing.choice import Candidate
 from gateway.routing.spec import UpstreamSpec
-from gateway.upstream.errors import UpstreamBusy, UpstreamFailure
+from gateway.upstream.errors import OUTCOMES, UpstreamBusy, UpstreamFailure, outcome_of
 from gateway.upstream.payload import what_it_lacks
 from gateway.wire.errors import APIError
 from gateway.wire.hops import HOPS_HEADER, MAX_HOPS
@@ -110,6 +110,8 @@ class UpstreamBackend:
         self.info = ModelInfo(spec.serves, INT32_MAX, INT32_MAX, 0, "unknown", "remote")
         self.health = Health(since=clock())
         self.counts: Counter[str] = Counter()
+        # From zero, so that the first failure is an increase and not a new series.
+        self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.last_error: str | None = None
         self._breaker = circuit.Breaker(spec.breaker)
         self._busy_until = 0.0
@@ -198,11 +200,13 @@ class UpstreamBackend:
 
     def complete(self, permit: circuit.Permit) -> None:
         self.counts["completed"] += 1
+        self.outcomes["completed"] += 1
         self._change(circuit.completed(self._breaker, permit))
 
     def fail(self, permit: circuit.Permit, error: APIError, internal: str) -> None:
         """``internal``: what the operator may know beyond what the client is told."""
         self.counts[error.code or "error"] += 1
+        self.outcomes[outcome_of(error)] += 1
         self.last_error = f"{error.message} ({internal})" if internal else error.message
         if isinstance(error, UpstreamBusy):
             self._busy_until = self.clock() + float(error.headers["retry-after"])
@@ -215,6 +219,7 @@ class UpstreamBackend:
 
     def abandon(self, permit: circuit.Permit) -> None:
         self.counts["abandoned"] += 1
+        self.outcomes["abandoned"] += 1
         self._change(circuit.abandoned(self._breaker, permit))
 
     def _change(self, breaker: circuit.Breaker) -> None:

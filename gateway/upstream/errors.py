@@ -12,6 +12,16 @@ import msgspec
 from gateway.wire.errors import APIError, ErrorDetail
 
 _SHOWN = 300
+OUTCOMES = (
+    "completed",
+    "abandoned",
+    "refused",
+    "upstream_error",
+    "upstream_unavailable",
+    "upstream_timeout",
+    "upstream_busy",
+)
+"""How a request to an upstream may end; "error" beside, for what nobody foresaw."""
 MOST_RETRY_S = 60
 """The longest that an upstream's Retry-After is believed."""
 
@@ -58,6 +68,13 @@ class UpstreamRefusal(APIError):
     status = 400
     type = "invalid_request_error"
     code = "upstream_refused"
+
+
+def outcome_of(error: APIError) -> str:
+    """A word for how a request to an upstream ended, of a closed set: codes of refusals are the upstream's own."""
+    if isinstance(error, UpstreamRefusal):
+        return "refused"
+    return (error.code or "error") if isinstance(error, UpstreamFailure) else "error"
 
 
 class _Body(msgspec.Struct):

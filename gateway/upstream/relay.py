@@ -29,14 +29,15 @@ class Identity:
 
 @dataclass(slots=True)
 class CutAtDeadline:
-    """``hit``: the deadline ended the chunks."""
+    """``words``: how long it was and who set it. ``hit``: the deadline ended the chunks."""
 
+    words: str = ""
     hit: bool = False
 
     def shown_in(self, report: RemoteReport) -> RemoteReport:
         if not self.hit:
             return report
-        return msgspec.structs.replace(report, reason=f"{report.reason}; cut at its deadline")
+        return msgspec.structs.replace(report, reason=f"{report.reason}; cut at its deadline{self.words}")
 
 
 class RelayWriter:

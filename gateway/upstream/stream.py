@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from gateway.routing.circuit_breaker import Permit
 from gateway.routing.spec import Timeouts
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import NULL, Chunk, read_chunk
@@ -18,6 +19,7 @@ from gateway.upstream.errors import (
     UpstreamTimeout,
     UpstreamUnavailable,
     failure_of_status,
+    outcome_of,
 )
 from gateway.upstream.sse import EventParser, MalformedStream
 from gateway.wire.errors import APIError, handle_unexpected, shutting_down
@@ -38,6 +40,10 @@ _MOST_HELD_BYTES = 64 * 1024
 STALE_S = 1.0
 """A kept connection that the server had closed meanwhile shows at once. One that breaks later has carried the request
 there, and sending it again could bring down a second time what it brought down."""
+
+
+OnEnd = Callable[[APIError | None, str], None]
+"""Called with how the request failed, if it did, and with its outcome in a word."""
 
 
 class _Clock:
@@ -118,11 +124,20 @@ class UpstreamAnswer:
     """
 
     def __init__(
-        self, backend: UpstreamBackend, path: str, body: dict[str, Any], headers: dict[str, str], sequences: int
+        self,
+        backend: UpstreamBackend,
+        permit: Permit,
+        path: str,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        sequences: int,
+        *,
+        on_end: OnEnd = lambda error, outcome: None,
     ) -> None:
-        """Sends the request. Raises :class:`UpstreamFailure` if the circuit opened meanwhile."""
+        """Sends the request, with the ``permit`` that ``backend.begin()`` gave. ``on_end`` is called once."""
         self._backend = backend
-        self._permit = backend.begin()
+        self._permit = permit
+        self._on_end = on_end
         self._sequences = sequences
         self._unfinished = set(range(sequences))
         self._held: list[Chunk] = []
@@ -293,12 +308,15 @@ class UpstreamAnswer:
         if self._over:
             return
         self._over = True
-        if error is not None and error is not self._shutdown:
-            self._backend.fail(self._permit, error, internal)
+        failed = error if error is not self._shutdown else None
+        if failed is not None:
+            self._backend.fail(self._permit, failed, internal)
         elif self._unfinished:
             self._backend.abandon(self._permit)
         else:
             self._backend.complete(self._permit)
+        outcome = outcome_of(failed) if failed is not None else "abandoned" if self._unfinished else "completed"
+        self._on_end(failed, outcome)
         self._queue.put_nowait(error)
 
 

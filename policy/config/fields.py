@@ -204,6 +204,28 @@ class ManyOf:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts under names that the operator chooses. Read as a tuple of pairs, in the order of the names."""
+
+    name: Name
+    text: Name
+    what: str
+
+    def read(self, source: Source, node: yaml.Node, path: str) -> tuple[tuple[str, str], ...] | None:
+        found: dict[str, str] = {}
+        for key_node, key, value_node in source.items(node, path, self.what):
+            name = self.name.read(source, key_node, join(path, key))
+            text = self.text.read(source, value_node, join(path, key))
+            if name is not None and text is not None:
+                found[name] = text
+        return tuple(sorted(found.items()))
+
+    def schema(self) -> dict[str, Any]:
+        named = {"type": "object", "propertyNames": self.name.schema()}
+        return {**named, "additionalProperties": self.text.schema()}
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """``auto``, ``measured``, a branching such as ``4x2x1``, or a list of paths."""
 

@@ -141,6 +141,11 @@ class FileWatch(Generic[V]):
         except TimeoutError:
             return "hangs"
 
+    @property
+    def hangs(self) -> bool:
+        """Whether the file can't be read now."""
+        return self._poll.hangs_s is not None
+
     def problem(self, what: str) -> str | None:
         """That the file can't be read, in words for everybody; ``what`` names it."""
         hangs_s = self._poll.hangs_s

@@ -26,7 +26,7 @@ from policy.config.parts import (
 )
 from policy.config.problems import PolicyError
 from policy.config.yaml_source import Source, join, read_file
-from policy.file.alert_format import ALERT, RECEIVER, assemble_alerts, assemble_receivers
+from policy.file.alert_format import ALERT, LABELS, RECEIVER, RUNBOOKS, assemble_alerts, assemble_receivers
 from policy.file.reach import unreachable
 from policy.names import Names
 from policy.spec import (
@@ -106,7 +106,7 @@ _RULE = Block(
 )
 MAX_MERGED = 20_000
 """Merging takes its time: as many as there may be blocks and lists in a file."""
-_TOP = ("version", "defaults", "classes", "rules", "alerts", "receivers")
+_TOP = ("version", "defaults", "classes", "rules", "alerts", "alert_labels", "runbooks", "receivers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,8 @@ class _Document:
     rules: tuple[Part, ...]
     alerts: tuple[Part, ...]
     receivers: Mapping[str, Part]
+    alert_labels: tuple[tuple[str, str], ...]
+    runbooks: str | None
 
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
@@ -147,6 +149,8 @@ def json_schema() -> dict[str, Any]:
             "classes": named,
             "rules": {"type": "array", "items": _RULE.schema()},
             "alerts": {"type": "array", "items": ALERT.schema()},
+            "alert_labels": LABELS.schema(),
+            "runbooks": RUNBOOKS.schema(),
             "receivers": {**named, "additionalProperties": RECEIVER.schema()},
         },
     }
@@ -160,12 +164,15 @@ def _read(source: Source, root: yaml.Node) -> _Document:
     nodes = source.known_items(root, "a policy", _TOP)
     source.check_version(root, nodes, FORMAT_VERSION)
     empty = Part({}, root, "defaults")
+    labels, runbooks = nodes.get("alert_labels"), nodes.get("runbooks")
     return _Document(
         defaults=read_part(source, _SETTINGS, nodes["defaults"], "defaults") if "defaults" in nodes else empty,
         classes=read_named(source, _SETTINGS, nodes.get("classes"), "classes", "classes by name"),
         rules=tuple(read_parts(source, _RULE, nodes.get("rules"), "rules", "rules")),
         alerts=tuple(read_parts(source, ALERT, nodes.get("alerts"), "alerts", "alerts")),
         receivers=read_named(source, RECEIVER, nodes.get("receivers"), "receivers", "receivers by name"),
+        alert_labels=() if labels is None else LABELS.read(source, labels, "alert_labels") or (),
+        runbooks=None if runbooks is None else RUNBOOKS.read(source, runbooks, "runbooks"),
     )
 
 
@@ -178,14 +185,20 @@ def _assemble(source: Source, document: _Document, version: str) -> PolicySpec:
         name = part.given.get("name", part.path)
         rules[name] = Rule(name, _conditions(part.given.get("when", {})))
     receivers = assemble_receivers(source, document.receivers)
-    alerts = assemble_alerts(source, document.alerts, known, receivers)
+    alerts = assemble_alerts(source, document.alerts, known, receivers, document.alert_labels, document.runbooks)
     if not source.problems:  # else a rule may have lost a condition
         _refuse_unreachable(source, document, known)
     if len(rules) < len(document.rules):  # two of one name: refused, and nothing can be laid out by their places
         return PolicySpec(version, source.file)
-    settings = _settings(source, document, tuple(rules.values()))
     return PolicySpec(
-        version, source.file, tuple(rules.values()), alerts, receivers, settings, frozenset(document.classes)
+        version,
+        source.file,
+        tuple(rules.values()),
+        alerts,
+        receivers,
+        _settings(source, document, tuple(rules.values())),
+        frozenset(document.classes),
+        document.runbooks,
     )
 
 

@@ -143,6 +143,8 @@ class Limiter:
         self._running: asyncio.Task[None] | None = None
         self.health = LimitsHealth(None, True, clock())
         self.decided_locally = 0
+        self.last_s: float | None = None
+        """How long the last round with Redis took, if it was answered."""
         self.evicts_by: str | None = None
         """By which policy the server may forget limits, if it may."""
 
@@ -310,7 +312,8 @@ class Limiter:
             for letter, standing in zip(letters, answers, strict=True):
                 if letter.answer is not None and standing is not None and not letter.answer.done():
                     letter.answer.set_result(standing)
-            if not self.health.ok and self._clock() - began <= self._timeout_s:
+            self.last_s = self._clock() - began
+            if not self.health.ok and self.last_s <= self._timeout_s:
                 self.health = LimitsHealth(self.health.shared, True, self._clock())
                 logger.warning("limits are shared again through %s", self.health.shared)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -50,12 +51,16 @@ class StoreSync:
         self._suspect = True
         self.health = StoreHealth(store.describe, durable=store.durable, remote=not isinstance(store, MemoryStore))
         self.rewritten_epochs = 0
+        self.last_s: float | None = None
+        """How long the last round with the store took, if it was answered."""
 
     async def sync(self, now: float, wall_time: float) -> bool:
         """Write what is owed, read what is new. False, and health that says why, when the store is unavailable."""
+        began = time.perf_counter()
         try:
             await self._write()
             await self._read(now, epoch_of(wall_time))
+            self.last_s = time.perf_counter() - began
         except StoreUnavailable as error:
             self._suspect = True
             self._note(False, now, str(error))

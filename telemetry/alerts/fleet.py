@@ -36,6 +36,8 @@ class Alarm(msgspec.Struct, frozen=True, kw_only=True):
     value: float | None = None
     receivers: tuple[str, ...] = ()
     """Who is to be told; empty: nobody."""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
 
     @property
     def key(self) -> str:

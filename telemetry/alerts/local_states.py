@@ -31,6 +31,8 @@ class Tracked:
             summary=describe(self.rule, self.subject),
             value=self.state.value,
             receivers=tuple(receivers),
+            labels=dict(self.rule.labels),
+            annotations=dict(self.rule.annotations),
         )
 
 

@@ -33,6 +33,7 @@ from telemetry.alerts.local_states import AlertBook, Happening, describe
 from telemetry.alerts.payloads import WITHDRAWN
 from telemetry.alerts.readings import FallbackHistory, StepsLately, Subject, readings
 from telemetry.alerts.sharing import Edit, SharedBoard
+from telemetry.request_counts import RequestWindow
 from telemetry.snapshot import Figures, Labels
 
 logger = logging.getLogger("telemetry.alerts")
@@ -63,11 +64,21 @@ class Alerting:
         self._on_event = on_event
         self._fallbacks = FallbackHistory()
 
-    def evaluate(self, rules: Sequence[AlertRule], figures: Figures, steps: Mapping[Subject, StepsLately]) -> None:
+    def evaluate(
+        self,
+        rules: Sequence[AlertRule],
+        figures: Figures,
+        steps: Mapping[Subject, StepsLately],
+        requests: RequestWindow | None = None,
+    ) -> None:
         """Advance this replica's alerts. Nothing waits here."""
         now = self._clock()
         fallbacks = self._fallbacks.lately(figures, now)
-        for happening in self.book.evaluate(rules, lambda rule: readings(rule, figures, steps, fallbacks), now):
+
+        def read(rule: AlertRule) -> dict[Subject, float]:
+            return readings(rule, figures, steps, fallbacks, requests, now)
+
+        for happening in self.book.evaluate(rules, read, now):
             self._tell(happening)
 
     async def share(self, spec: PolicySpec) -> None:

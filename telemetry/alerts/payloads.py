@@ -21,11 +21,12 @@ _NO_END = "0001-01-01T00:00:00Z"
 
 def labels_of(alarm: Alarm) -> dict[str, str]:
     found = {"alertname": alarm.rule, "severity": alarm.severity, "model": alarm.model, "class": alarm.class_name}
-    return {name: value for name, value in found.items() if value}
+    return {**alarm.labels, **{name: value for name, value in found.items() if value}}
 
 
 def annotations_of(message: Message) -> dict[str, str]:
-    alarm, found = message.entry.alarm, {"summary": message.entry.alarm.summary}
+    alarm = message.entry.alarm
+    found = {**alarm.annotations, "summary": alarm.summary}
     if message.withdrawn:
         found["summary"] = f"{WITHDRAWN}; it was: {alarm.summary}"
     if alarm.value is not None:

@@ -13,6 +13,7 @@ from typing import Any
 from policy.alerts import FALLBACK_WINDOW_S, AlertRule
 from telemetry import catalog
 from telemetry.alerts.local_states import describe
+from telemetry.alerts.slo_rules import SLO_EXPRESSIONS, WHERE
 from telemetry.catalog import Metric
 
 GROUP = "medusa-gateway"
@@ -38,6 +39,11 @@ def _plain(metric: Metric, *, worst: bool) -> _Expression:
     return _Expression(metric.prometheus + "{filters}", (metric,), by, worst)
 
 
+def _share(used: Metric, limit: Metric) -> _Expression:
+    series = f"{used.prometheus}{{filters}} / {limit.prometheus}{{filters}}"
+    return _Expression(series, (used, limit), (catalog.MODEL,), worst=True)
+
+
 EXPRESSIONS: Mapping[str, _Expression] = {
     "speculative_speedup_factor": _plain(catalog.SPEEDUP_FACTOR, worst=False),
     "speculative_acceptance_rate": _plain(catalog.ACCEPTANCE_RATE, worst=False),
@@ -60,38 +66,49 @@ EXPRESSIONS: Mapping[str, _Expression] = {
     ),
     "medusa_verification_step_ratio": _plain(catalog.VERIFICATION_RATIO, worst=True),
     "medusa_queue_oldest_age_seconds": _plain(catalog.QUEUE_OLDEST_AGE, worst=True),
-    "medusa_kv_usage": _Expression(
-        f"{catalog.KV_PAGES_USED.prometheus}{{filters}} / {catalog.KV_PAGES_LIMIT.prometheus}{{filters}}",
-        (catalog.KV_PAGES_USED, catalog.KV_PAGES_LIMIT),
-        (catalog.MODEL,),
-        worst=True,
-    ),
+    "medusa_kv_usage": _share(catalog.KV_PAGES_USED, catalog.KV_PAGES_LIMIT),
+    "medusa_places_usage": _share(catalog.PLACES_USED, catalog.PLACES_LIMIT),
     "medusa_engine_up": _plain(catalog.ENGINE_UP, worst=True),
     "medusa_heads_stale": _plain(catalog.HEADS_STALE, worst=True),
     "medusa_redis_up": _plain(catalog.REDIS_UP, worst=True),
+    "medusa_redis_latency_seconds": _plain(catalog.REDIS_LATENCY, worst=True),
+    "medusa_backend_up": _plain(catalog.BACKEND_UP, worst=True),
+    "medusa_backend_breaker_state": _plain(catalog.BREAKER_STATE, worst=True),
+    "medusa_policy_rejected": _plain(catalog.POLICY_REJECTED, worst=True),
+    "medusa_keys_rejected": _plain(catalog.KEYS_REJECTED, worst=True),
+    "medusa_file_hangs": _plain(catalog.FILE_HANGS, worst=True),
 }
-"""By what ``metric`` may name in a policy."""
+"""By what ``metric`` may name in a policy; those of requests are in :data:`SLO_EXPRESSIONS`."""
+ABSENT = "medusa-gateway-absent"
+"""An alert that only a Prometheus can raise: nobody of an installation is left to say so."""
 
 
 def expression(rule: AlertRule) -> str:
     """The condition in PromQL."""
-    of = EXPRESSIONS[rule.metric]
     filters = {
         catalog.CLASS: _any_of([re.escape(name) for name in rule.classes]),
         catalog.MODEL: _any_of([".*".join(map(re.escape, name.split("*"))) for name in rule.models]),
     }
     matchers = [f"{label}=~{_quoted(pattern)}" for label, pattern in filters.items() if pattern]
+    if rule.metric in SLO_EXPRESSIONS:
+        return SLO_EXPRESSIONS[rule.metric](rule, matchers)
+    of = EXPRESSIONS[rule.metric]
     if of.by_head:
         matchers += [f'head="{rule.head}"', 'rank="1"']
     series = of.series.replace("{filters}", f"{{{', '.join(matchers)}}}" if matchers else "")
     how = ("min" if rule.below is not None else "max") if of.worst else "avg"
-    by = f" by ({', '.join(of.by)})" if of.by else ""
-    return f"{how}{by} ({series}) {'<' if rule.below is not None else '>'} {rule.limit:g}"
+    return (
+        f"{how} by ({', '.join((*WHERE, *of.by))}) ({series}) {'<' if rule.below is not None else '>'} {rule.limit:g}"
+    )
 
 
-def rule_file(rules: Sequence[AlertRule], labels: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """What Prometheus reads as a rule file. ``labels`` are added to every alert."""
-    return {"groups": [{"name": GROUP, "rules": [_rule(rule, labels or {}) for rule in rules]}]}
+def rule_file(
+    rules: Sequence[AlertRule], labels: Mapping[str, str] | None = None, runbooks: str | None = None
+) -> dict[str, Any]:
+    """What Prometheus reads as a rule file. ``labels`` are added to every alert. ``runbooks``: where runbooks are, with
+    {alert} for the name, for the alert that only Prometheus has."""
+    made = [_rule(rule, labels or {}) for rule in rules]
+    return {"groups": [{"name": GROUP, "rules": [*made, _absent(labels or {}, runbooks)]}]}
 
 
 def prometheus_rule(
@@ -101,6 +118,7 @@ def prometheus_rule(
     namespace: str | None = None,
     metadata_labels: Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
+    runbooks: str | None = None,
 ) -> dict[str, Any]:
     """The object that Prometheus Operator takes."""
     metadata: dict[str, Any] = {"name": name}
@@ -112,22 +130,38 @@ def prometheus_rule(
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PrometheusRule",
         "metadata": metadata,
-        "spec": rule_file(rules, labels),
+        "spec": rule_file(rules, labels, runbooks),
     }
 
 
 def _rule(rule: AlertRule, labels: Mapping[str, str]) -> dict[str, Any]:
-    names = EXPRESSIONS[rule.metric].by
+    scopes = {"class": _BY_CLASS, "model": (catalog.MODEL,), "fleet": ()}
+    names = scopes[rule.figure.scope]
     about = "/".join(f"{{{{ $labels.{name} }}}}" for name in names)
     made: dict[str, Any] = {"alert": rule.name, "expr": expression(rule), "for": _duration(rule.for_s)}
     if rule.keep_s > 0:
         made["keep_firing_for"] = _duration(rule.keep_s)
-    made["labels"] = {"severity": rule.severity, **labels}
+    made["labels"] = {"severity": rule.severity, **{name: _literal(text) for name, text in rule.labels}, **labels}
     made["annotations"] = {
+        **{name: _literal(text) for name, text in rule.annotations},
         "summary": _literal(rule.summary) or describe(rule, (about, "") if about else ("", "")),
         "value": "{{ $value }}",
     }
     return made
+
+
+def _absent(labels: Mapping[str, str], runbooks: str | None) -> dict[str, Any]:
+    annotations = {"summary": "No replica of the gateway is scraped any more: all are gone, or Prometheus lost them."}
+    if runbooks is not None:
+        annotations["runbook_url"] = runbooks.replace("{alert}", ABSENT)
+    return {
+        "alert": ABSENT,
+        # The chart adds its namespace; elsewhere, add what tells one installation from another.
+        "expr": f"absent({catalog.BUILD_INFO.prometheus})",
+        "for": "2m",
+        "labels": {"severity": "critical", **labels},
+        "annotations": annotations,
+    }
 
 
 def _any_of(patterns: Sequence[str]) -> str:

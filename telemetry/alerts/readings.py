@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from policy.alerts import FALLBACK_WINDOW_S, AlertRule
+from policy.alerts import FALLBACK_WINDOW_S, LATENCY_BOUNDS, PER_TOKEN_BOUNDS, RATE_WINDOW_S, AlertRule
 from policy.statistics.aggregate import Statistics
 from telemetry import catalog
 from telemetry.catalog import WINDOW_S, Metric
+from telemetry.request_counts import RequestWindow, Totals, quantile, slower_than
 from telemetry.snapshot import Figures, Labels
 
 Subject = tuple[str, str]
@@ -36,7 +37,19 @@ _PLAIN: Mapping[str, Metric] = {
     "medusa_engine_up": catalog.ENGINE_UP,
     "medusa_heads_stale": catalog.HEADS_STALE,
     "medusa_redis_up": catalog.REDIS_UP,
+    "medusa_redis_latency_seconds": catalog.REDIS_LATENCY,
+    "medusa_backend_up": catalog.BACKEND_UP,
+    "medusa_backend_breaker_state": catalog.BREAKER_STATE,
+    "medusa_policy_rejected": catalog.POLICY_REJECTED,
+    "medusa_keys_rejected": catalog.KEYS_REJECTED,
+    "medusa_file_hangs": catalog.FILE_HANGS,
 }
+_SHARES: Mapping[str, tuple[Metric, Metric]] = {
+    "medusa_kv_usage": (catalog.KV_PAGES_USED, catalog.KV_PAGES_LIMIT),
+    "medusa_places_usage": (catalog.PLACES_USED, catalog.PLACES_LIMIT),
+}
+MIN_REQUESTS = 20
+"""Shares and quantiles of requests must rest on this many of their window; fewer are no evidence."""
 _RESTS_ON: Mapping[str, Callable[[StepsLately], float]] = {
     "speculative_speedup_factor": lambda steps: steps.policy,
     "speculative_acceptance_rate": lambda steps: steps.policy,
@@ -47,12 +60,20 @@ _RESTS_ON: Mapping[str, Callable[[StepsLately], float]] = {
 
 
 def readings(
-    rule: AlertRule, figures: Figures, steps: Mapping[Subject, StepsLately], fallbacks: Mapping[Subject, float]
+    rule: AlertRule,
+    figures: Figures,
+    steps: Mapping[Subject, StepsLately],
+    fallbacks: Mapping[Subject, float],
+    requests: RequestWindow | None = None,
+    now: float = 0.0,
 ) -> dict[Subject, float]:
     """The rule's figure for every model and class that the rule covers; what there is no evidence of is left out.
 
-    ``steps``: what the last minute had of each; ``fallbacks``: how many within :data:`FALLBACK_WINDOW_S`.
+    ``steps``: what the last minute had of each; ``fallbacks``: how many within :data:`FALLBACK_WINDOW_S`; ``requests``:
+    how those of this replica went.
     """
+    if rule.metric in _OF_REQUESTS:
+        return {} if requests is None else _of_requests(rule, requests, now)
     rests_on = _RESTS_ON.get(rule.metric)
     return {
         subject: value
@@ -67,16 +88,59 @@ def _values(rule: AlertRule, figures: Figures, fallbacks: Mapping[Subject, float
         return _worst(rule, metric, figures.get(metric.name, {}))
     if rule.metric == "speculative_fallback_count":
         return fallbacks
-    if rule.metric == "medusa_kv_usage":
-        used, limits = figures.get(catalog.KV_PAGES_USED.name, {}), figures.get(catalog.KV_PAGES_LIMIT.name, {})
+    if rule.metric in _SHARES:
+        of_used, of_limits = _SHARES[rule.metric]
+        used, limits = figures.get(of_used.name, {}), figures.get(of_limits.name, {})
         usage = {labels: used.get(labels, 0.0) / limit for labels, limit in limits.items() if limit > 0}
-        return _worst(rule, catalog.KV_PAGES_USED, usage)
+        return _worst(rule, of_used, usage)
     accuracy = _first_guesses(rule, figures, catalog.HEAD_ACCURACY)
     if rule.metric == "medusa_head_accuracy":
         return accuracy
     assert rule.metric == "medusa_head_accuracy_ratio", rule.metric
     prior = _first_guesses(rule, figures, catalog.HEAD_ACCURACY_PRIOR)
     return {subject: value / prior[subject] for subject, value in accuracy.items() if prior.get(subject, 0.0) > 0}
+
+
+def _failed(totals: Totals, rule: AlertRule) -> float | None:
+    return totals.outcomes["server_error"] / totals.judged if totals.judged >= MIN_REQUESTS else None
+
+
+def _slow(counts: Sequence[int], bounds: Sequence[float], rule: AlertRule) -> float | None:
+    assert rule.within_s is not None
+    total = sum(counts)
+    return slower_than(rule.within_s, counts, bounds) / total if total >= MIN_REQUESTS else None
+
+
+def _p99(counts: Sequence[int], bounds: Sequence[float]) -> float | None:
+    return quantile(0.99, counts, bounds) if sum(counts) >= MIN_REQUESTS else None
+
+
+_OF_REQUESTS: Mapping[str, Callable[[Totals, AlertRule], float | None]] = {
+    "medusa_error_ratio": _failed,
+    "medusa_error_burn_rate": _failed,
+    "medusa_ttft_p99_seconds": lambda totals, rule: _p99(totals.first_token, LATENCY_BOUNDS),
+    "medusa_tpot_p99_seconds": lambda totals, rule: _p99(totals.per_token, PER_TOKEN_BOUNDS),
+    "medusa_ttft_burn_rate": lambda totals, rule: _slow(totals.first_token, LATENCY_BOUNDS, rule),
+    "medusa_tpot_burn_rate": lambda totals, rule: _slow(totals.per_token, PER_TOKEN_BOUNDS, rule),
+    "medusa_unauthorized_rate": lambda totals, rule: totals.outcomes["unauthorized"] / RATE_WINDOW_S,
+    "medusa_limited_rate": lambda totals, rule: totals.outcomes["limited"] / RATE_WINDOW_S,
+}
+"""The figure, of the totals of a window; of a burn rate, what is then measured by the objective."""
+
+
+def _of_requests(rule: AlertRule, requests: RequestWindow, now: float) -> dict[Subject, float]:
+    figure, measure = rule.figure, _OF_REQUESTS[rule.metric]
+    windows = (rule.window_s, rule.short_window_s) if figure.burn else (RATE_WINDOW_S,)
+    found: dict[Subject, float] = {}
+    for subject in [("", "")] if figure.scope == "fleet" else requests.subjects:
+        if not rule.covers(*subject):
+            continue
+        values = [measure(requests.lately(subject, window, now), rule) for window in windows]
+        known = [value for value in values if value is not None]
+        if len(known) == len(windows):
+            # Past its limit over each of them: the least says whether.
+            found[subject] = min(known) / ((1 - rule.objective) if figure.burn else 1.0)
+    return found
 
 
 def _first_guesses(rule: AlertRule, figures: Figures, metric: Metric) -> dict[Subject, float]:

@@ -319,6 +319,9 @@ class FakeDecoder:
             taken, self._steps = self._steps, []
         return taken
 
+    def optional_failures(self) -> dict[str, int]:
+        return {"heads": 0}
+
     def count(self, key: str, counters: DecodeCounters) -> None:
         """Add to the counters that the next :meth:`take_counters` gives; tests may do so as well."""
         with self._changed:

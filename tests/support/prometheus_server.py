@@ -6,7 +6,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,13 +45,37 @@ class Prometheus:
 
 
 @contextmanager
-def running_prometheus(folder: Path, gateway_url: str, *, every: str = "250ms") -> Iterator[Prometheus]:
-    """Prometheus with its data in ``folder``, scraping ``gateway_url``'s /metrics."""
+def running_prometheus(
+    folder: Path,
+    gateway_url: str,
+    *,
+    every: str = "250ms",
+    namespaces: Mapping[str, str] | None = None,
+    rules: Path | None = None,
+    targets: Path | None = None,
+) -> Iterator[Prometheus]:
+    """Prometheus with its data in ``folder``, scraping ``gateway_url``'s /metrics.
+
+    ``namespaces``: pods by namespace, each of which is this gateway. ``rules``: a rule file. ``targets``: a file that
+    says what to scrape instead, read again when it changes.
+    """
     program, port = binary("prometheus"), free_port()
     config = folder / "prometheus.yml"
-    target = {"job_name": "medusa-gateway", "static_configs": [{"targets": [urlsplit(gateway_url).netloc]}]}
+    address = [urlsplit(gateway_url).netloc]
+    jobs: list[dict[str, Any]] = [
+        {
+            "job_name": f"gateway-{namespace}" if namespace else "medusa-gateway",
+            "static_configs": [{"targets": address, "labels": {"namespace": namespace, "pod": pod} if pod else {}}],
+        }
+        for namespace, pod in (namespaces or {"": ""}).items()
+    ]
+    if targets is not None:
+        jobs = [{"job_name": "gateway", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}]
     # JSON is YAML.
-    config.write_text(json.dumps({"global": {"scrape_interval": every}, "scrape_configs": [target]}))
+    found: dict[str, Any] = {"global": {"scrape_interval": every, "evaluation_interval": every}, "scrape_configs": jobs}
+    if rules is not None:
+        found["rule_files"] = [str(rules)]
+    config.write_text(json.dumps(found))
     command = [str(program), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
     command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
     url = f"http://127.0.0.1:{port}"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from backends.heads.format import backbone_fingerprint, save_heads
@@ -31,8 +33,18 @@ alerts: [{name: slow, metric: speculative_speedup_factor, below: 1}]
 """
 
 
-def filled_in(query: str) -> str:
-    return query.replace("$model", ".*").replace("$class", ".*").replace("$__rate_interval", "10s")
+BACKENDS = """
+version: 1
+backends:
+  - {{name: here, kind: engine, model: {model}, heads: {heads}, serves: tiny, dtype: float32, max_model_len: 256}}
+  - {{name: there, kind: openai, serves: elsewhere, url: "http://127.0.0.1:9/v1"}}
+"""
+
+
+def filled_in(query: str, namespace: str = "production") -> str:
+    for name, value in {"namespace": namespace, "pod": ".*", "model": ".*", "class": ".*"}.items():
+        query = query.replace(f"${name}", value)
+    return query.replace("$__rate_interval", "10s")
 
 
 @pytest.fixture
@@ -55,32 +67,90 @@ def test_the_dashboard_shows_what_it_should() -> None:
     for name in (
         *("speculative_acceptance_rate", "speculative_speedup_factor", "medusa_head_accuracy", "medusa_alert_state"),
         *("speculative_emitted_tokens_total", "gen_ai_server_time_to_first_token", "speculative_fallback_count_total"),
+        *("medusa_backend_up", "medusa_backend_requests_total", "medusa_requests_total", "error_type", "0.99"),
+        *("medusa_queue_wait_seconds", "medusa_event_loop_lag_seconds", 'outcome="limited"', "tenant"),
     ):
         assert name in shown
     exported = {metric.prometheus for metric in METRICS}
-    named = {
-        re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b[a-z_]+(?=\{)|(?<=min\()[a-z_]+", shown)
-    }
-    assert {name for name in named if name not in exported} <= {"speculative_fallback"}, "all are in the catalogue"
+    named = {re.sub(r"_(bucket|sum|count)$", "", name) for name in re.findall(r"\b[a-z_]+(?=\{)", shown)}
+    libraries = {"process_resident_memory_bytes", "process_cpu_seconds_total"}
+    assert named - exported <= {"speculative_fallback", *libraries}, "all are in the catalogue"
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_every_query_returns_series(tmp_path: Path, tiny_folder: Path) -> None:
+def test_every_query_asks_of_one_namespace_and_pod() -> None:
+    for query in QUERIES:
+        series = re.findall(r"\b(?:medusa|speculative|gen_ai|process)_[a-z_]+(?=[{\[) ]|$)", query)
+        series = [name for name in series if name not in ("gen_ai_request_model",)]
+        assert query.count('namespace=~"$namespace", pod=~"$pod"') == len(series), query
+
+
+def test_panels_are_as_grafana_takes_them() -> None:
+    """Structure by Grafana's own dashboards of this schema version; panels don't lie on each other."""
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        assert {"id", "type", "title", "gridPos"} <= panel.keys()
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells
+        if panel["type"] == "row":
+            continue
+        assert panel["description"], panel["title"]
+        refs = [target["refId"] for target in panel["targets"]]
+        assert len(set(refs)) == len(refs), panel["title"]
+        assert all(
+            target["legendFormat"] and target["datasource"] == panel["datasource"] for target in panel["targets"]
+        )
+    names = [variable["name"] for variable in DASHBOARD["templating"]["list"]]
+    assert names == ["datasource", "namespace", "pod", "model", "class"]
+
+
+def trouble(gateway: str, stop: threading.Event) -> None:
+    """What other panels need beside good answers: streams, and clients' mistakes."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 12, "stream": True}
+    with httpx.Client(base_url=gateway, trust_env=False, timeout=60.0) as client:
+        while not stop.wait(0.1):
+            client.post("/v1/chat/completions", json=body)
+            client.post("/v1/chat/completions", json={**body, "max_tokens": "many"})
+
+
+def test_every_query_returns_series_of_one_of_two_installations(tmp_path: Path, tiny_folder: Path) -> None:
     binary("prometheus")
     policy, server = tmp_path / "policy.yaml", ValkeyProcess(tmp_path).start()
     policy.write_text(POLICY)
-    arguments = ["--model", str(tiny_folder), "--heads", str(tmp_path / "heads"), "--policy", str(policy)]
-    arguments += ["--redis-url", server.url, "--dtype", "float32"]
+    backends = tmp_path / "backends.yaml"
+    backends.write_text(BACKENDS.format(model=tiny_folder, heads=tmp_path / "heads"))
+    arguments = ["--backends", str(backends), "--policy", str(policy), "--redis-url", server.url]
+    # The same gateway as that of two installations: what a query adds up must be of one of them.
+    places = {"production": "pod-a", "staging": "pod-b"}
+    stop = threading.Event()
     try:
         with (
-            serving(*arguments, "--max-model-len", "256", log=tmp_path / "gateway.log") as gateway,
-            running_prometheus(tmp_path, gateway.url) as prometheus,
+            serving(*arguments, log=tmp_path / "gateway.log") as gateway,
+            running_prometheus(tmp_path, gateway.url, namespaces=places) as prometheus,
         ):
+            asking = threading.Thread(target=trouble, args=(gateway.url, stop), daemon=True)
+            asking.start()
             for query in QUERIES:
                 for series in prometheus.wait_for(filled_in(query)):
                     assert series["value"][1] not in ("", None)
+                    assert series["metric"].get("pod", "pod-a") == "pod-a", query
+                assert prometheus.query(filled_in(query, "nowhere")) == [], query
+            counted = next(query for query in QUERIES if query.startswith("count by (version) (medusa_build_info"))
+            assert [int(prometheus.query(filled_in(counted, each))[0]["value"][1]) for each in places] == [1, 1]
+            assert int(prometheus.query(filled_in(counted, ".*"))[0]["value"][1]) == 2
             for variable in DASHBOARD["templating"]["list"][1:]:
-                metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", variable["query"]).groups()  # type: ignore[union-attr]
-                assert label in prometheus.wait_for(metric)[0]["metric"]
+                found = re.fullmatch(r"label_values\((\w+(?:\{.*\})?), (\w+)\)", variable["query"])
+                assert found is not None
+                assert found[2] in prometheus.wait_for(filled_in(found[1]))[0]["metric"]
+            stop.set()
+            asking.join(60.0)
     finally:
+        stop.set()
         server.kill()

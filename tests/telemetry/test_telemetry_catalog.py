@@ -14,7 +14,9 @@ from tests.support.prometheus_server import prometheus_labels
 def test_prometheus_names_follow_its_conventions(metric: Metric) -> None:
     assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.prometheus)
     assert metric.prometheus.endswith("_total") == (metric.kind == "counter")
-    assert not re.search(r"_(count|sum|bucket|info|gauge|counter|ms|us)$", metric.prometheus)
+    assert not re.search(r"_(count|sum|bucket|gauge|counter|ms|us)$", metric.prometheus)
+    # What has "info" in its name says something by its labels, and is always 1.
+    assert metric.prometheus.endswith("_info") == metric.description.startswith("Always 1;")
     assert metric.unit != "1"
     assert metric.description.endswith(".")
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in prometheus_labels(metric))

@@ -8,18 +8,30 @@ from typing import Any
 import pytest
 
 from backends.types import DecodeCounters, StepSample
-from policy.config.watched_file import FileStatus
+from policy.config.watched_file import FileStatus, Rejection
 from policy.file.format import parse_policy
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey
 from policy.statistics.syncing import StoreHealth
 from telemetry.catalog import BY_NAME, MOST_CLASSES, MOST_RANKS, OTHER, WINDOW_S
-from telemetry.snapshot import Figures, Sources, StepWindow, take_figures
+from telemetry.snapshot import BackendState, Figures, Sources, Standing, StepWindow, take_figures
 from tests.support.fakes import FakeDecoder
 
 MODEL = "fake-model"
 CODE = (MODEL, "code")
 ENGINE = (MODEL, "engine-0")
+OF_REQUESTS = ("medusa_requests", "medusa_prompt_tokens", "medusa_completion_tokens", "medusa_deadline_cuts")
+"""Counted as requests end, see test_request_counts.py."""
+STANDING = Standing(
+    backends=[BackendState(MODEL, "there", up=False, places_used=3, places_limit=8, breaker="open", outcomes={"x": 1})],
+    keys=FileStatus("keys", "1-def", 0.0, rejection=Rejection(("line 1",), 0.0, "")),
+    hangs={"policy": True},
+    redis_latency_s={"limits": 0.001},
+    decided_locally=2,
+    build=("1.0", "replica"),
+    draining=True,
+    drain_aborted=1,
+)
 POLICY = parse_policy(b"version: 1\n", "policy")
 
 
@@ -109,8 +121,9 @@ def test_labels_are_bounded_whatever_was_counted(bench: Bench) -> None:
     figures = bench.figures()
     emitted = figures["speculative_emitted_tokens"]
     assert emitted == {(MODEL, OTHER): 200, (OTHER, "code"): 200}
-    for values in figures.values():
-        assert {labels[0] for labels in values if labels} <= {MODEL, OTHER, "accepted", "rejected"}
+    for name, values in figures.items():
+        if "model" in BY_NAME[name].labels:
+            assert {labels[0] for labels in values} <= {MODEL, OTHER}
     # A policy of very many classes: as many as are allowed, and one for the rest.
     many = bench.figures(classes=tuple(f"made-up-{number}" for number in range(200)))["speculative_emitted_tokens"]
     assert len({class_name for model, class_name in many if model == MODEL}) == MOST_CLASSES + 1
@@ -150,8 +163,24 @@ def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> N
     bench.count()
     bench.count(arm="control", control_vanilla_us=1000, control_measured_us=1200)
     bench.steps.add(ENGINE[1], [StepSample("verification", 40, 0.03, 0.02)], bench.now)
-    figures: Mapping[str, Any] = bench.figures(store=StoreHealth("redis", ok=True), alerts={("a", "info", *CODE): 0})
+    figures: Mapping[str, Any] = bench.figures(
+        store=StoreHealth("redis", ok=True), alerts={("a", "info", *CODE): 0}, standing=STANDING
+    )
     histograms = {name for name, metric in BY_NAME.items() if metric.kind == "histogram"}
-    assert set(figures) == set(BY_NAME) - histograms
+    assert set(figures) == set(BY_NAME) - histograms - set(OF_REQUESTS)
     for name, values in figures.items():
         assert all(len(labels) == len(BY_NAME[name].labels) for labels in values)
+
+
+def test_how_the_process_stands(bench: Bench) -> None:
+    figures = bench.figures(standing=STANDING)
+    there = (MODEL, "there")
+    assert figures["medusa_backend_up"] == {there: 0}
+    assert figures["medusa_backend_breaker_state"] == {there: 2}
+    assert figures["medusa_backend_requests"] == {(*there, "x"): 1}
+    assert (figures["medusa_places_used"], figures["medusa_places_limit"]) == ({there: 3}, {there: 8})
+    assert (figures["medusa_policy_rejected"], figures["medusa_keys_rejected"]) == ({(): 0}, {(): 1})
+    assert figures["medusa_policy_info"] == {("1-abc",): 1}
+    assert figures["medusa_file_hangs"] == {("policy",): 1}
+    assert figures["medusa_optional_failures"] == {(*ENGINE, "heads"): 0}
+    assert (figures["medusa_draining"], figures["medusa_drain_aborted"]) == ({(): 1}, {(): 1})

@@ -20,10 +20,10 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from backends.types import GenerationRequest, GenerationStats
-from telemetry.catalog import CHILD_SPANS, FALLBACK_EVENT, OTHER
-from telemetry.catalog import Attributes as A
+from telemetry.attributes import CHILD_SPANS, FALLBACK_EVENT
+from telemetry.attributes import Attributes as A
+from telemetry.catalog import OTHER
 from telemetry.logs import CONTENT_LOG, REQUEST_LOG, JsonFormatter
-from telemetry.providers import Providers
 from telemetry.request import RequestRecord
 from telemetry.service import Telemetry
 from telemetry.tracing import MOST_SEQUENCES, child_spans
@@ -82,17 +82,17 @@ class Observed:
 
 
 @contextmanager
-def observing(sampler: sampling.Sampler = sampling.DEFAULT_ON, **options: Any) -> Iterator[Observed]:
-    """A gateway whose spans end up in memory at once."""
+def observing(
+    sampler: sampling.Sampler = sampling.DEFAULT_ON, gateway: dict[str, Any] | None = None, **options: Any
+) -> Iterator[Observed]:
+    """A gateway whose spans end up in memory at once. ``gateway``: further arguments of :func:`running_gateway`."""
     exporter = InMemorySpanExporter()
     tracing = TracerProvider(sampler, shutdown_on_exit=False)
     tracing.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry.from_environment({}, version="1", instance="replica", **options)
-    assert telemetry._providers is not None
-    providers = Providers(tracing, telemetry._providers.metering)
-    telemetry = Telemetry(providers, telemetry._registry, version="1", **options)
+    telemetry._tracer = tracing.get_tracer("medusa_gateway", "1")
     decoder = CarryingDecoder()
-    with running_gateway(decoder=decoder, telemetry=telemetry) as live:
+    with running_gateway(decoder=decoder, telemetry=telemetry, **(gateway or {})) as live:
         yield Observed(live, decoder, exporter, telemetry)
 
 

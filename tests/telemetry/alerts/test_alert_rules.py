@@ -13,19 +13,31 @@ from cloudcoil.models.prometheus_operator import v1
 
 from gateway.cli import main
 from policy.alerts import FIGURES
+from policy.config.problems import PolicyError
 from policy.file.format import parse_policy
-from telemetry.alerts.prometheus_rules import EXPRESSIONS, expression, rule_file
+from telemetry.alerts.prometheus_rules import ABSENT, EXPRESSIONS, expression, rule_file
+from telemetry.alerts.slo_rules import SLO_EXPRESSIONS
 from telemetry.catalog import BY_NAME, METRICS
 from tests.support.debian import binary
 from tests.support.paths import DATA
 from tests.support.prometheus_server import prometheus_labels
 
 FULL = DATA / "policies" / "full.yaml"
-EVERY = "version: 1\nclasses: {sql: {}}\nalerts:\n" + "".join(
-    f"  - {{name: {name.replace('_', '-')}, metric: {name}, {side}, for: 90s, keep: 1500ms}}\n"
-    for name in FIGURES
-    for side in ["below: 0.5"]
-)
+
+
+def every_figure() -> str:
+    text = "version: 1\nclasses: {sql: {}}\nalerts:\n"
+    for name, figure in FIGURES.items():
+        more = ", above: 6, objective: 99%, window: 1h" if figure.burn else ", below: 0.5"
+        if figure.bounds:
+            more += f", within: {figure.bounds[-1]:g}s"
+        if figure.scope == "class":
+            more += ", class: [code, chat], model: 'm*'"
+        text += f"  - {{name: {name.replace('_', '-')}, metric: {name}{more}, for: 90s, keep: 1500ms}}\n"
+    return text
+
+
+EVERY = every_figure()
 
 
 def promtool(folder: Path, *arguments: str) -> str:
@@ -37,7 +49,8 @@ def promtool(folder: Path, *arguments: str) -> str:
 
 
 def test_every_figure_is_of_metrics_that_exist() -> None:
-    assert EXPRESSIONS.keys() == FIGURES.keys()
+    assert EXPRESSIONS.keys() | SLO_EXPRESSIONS.keys() == FIGURES.keys()
+    assert not EXPRESSIONS.keys() & SLO_EXPRESSIONS.keys()
     exported = {metric.prometheus: metric for metric in METRICS}
     for name, each in EXPRESSIONS.items():
         for metric in each.metrics:
@@ -93,7 +106,8 @@ alerts:
 """
     (rule,) = parse_policy(text.encode(), "p").alerts
     assert expression(rule) == (
-        'avg by (model, class) (medusa_head_accuracy{class=~"code|chat", model=~"a\\\\.b.*|c\\"d", head="3", rank="1"})'
+        "avg by (namespace, job, model, class) "
+        '(medusa_head_accuracy{class=~"code|chat", model=~"a\\\\.b.*|c\\"d", head="3", rank="1"})'
         " < 0.2"
     )
     assert rule_file([rule])["groups"][0]["rules"][0]["annotations"]["summary"] == 'as in {{ "{{" }} $value }}'
@@ -119,12 +133,14 @@ def test_promtool_fires_and_resolves_them(tmp_path: Path) -> None:
 
     def alert(summary: str, value: str, **labels: str) -> dict[str, Any]:
         severity = labels.pop("severity", "warning")
-        return {"exp_labels": {"severity": severity, **labels}, "exp_annotations": {"summary": summary, "value": value}}
+        annotations = {"summary": summary, "value": value, "runbook_url": f"docs/runbooks/{labels.pop('name')}.md"}
+        return {"exp_labels": {"severity": severity, **labels}, "exp_annotations": annotations}
 
-    slow = alert("speculative_speedup_factor is below 1 for m/code", "0.95", model="m", **{"class": "code"})
-    full = alert("medusa_kv_usage is above 0.95 for m", "1", model="m")
+    code = {"model": "m", "class": "code"}
+    slow = alert("speculative_speedup_factor is below 1 for m/code", "0.95", name="speculation-does-not-pay", **code)
+    full = alert("medusa_kv_usage is above 0.95 for m", "1", name="kv-cache-full", model="m")
     (words,) = (rule.summary for rule in spec.alerts if rule.name == "heads-of-another-model")
-    stale = alert(words, "1", model="m")
+    stale = alert(words, "1", name="heads-of-another-model", model="m")
     cases = [
         unit_test(
             "speculation-does-not-pay",
@@ -139,7 +155,7 @@ def test_promtool_fires_and_resolves_them(tmp_path: Path) -> None:
         unit_test(
             "statistics-store-down",
             {'medusa_redis_up{instance="a"}': "1x2 0x6 1x20", 'medusa_redis_up{instance="b"}': "1x30"},
-            {"60s": [], "75s": [alert("medusa_redis_up is below 1", "0")], "300s": []},
+            {"60s": [], "75s": [alert("medusa_redis_up is below 1", "0", name="statistics-store-down")], "300s": []},
         ),
         unit_test(
             "kv-cache-full",
@@ -178,6 +194,7 @@ def test_promtool_fires_and_resolves_them(tmp_path: Path) -> None:
                     alert(
                         "medusa_head_accuracy_ratio (head 1) is below 0.7 for m/code",
                         "0.5",
+                        name="heads-got-worse",
                         model="m",
                         **{"class": "code"},
                     )
@@ -188,3 +205,150 @@ def test_promtool_fires_and_resolves_them(tmp_path: Path) -> None:
     tests = {"rule_files": ["rules.yaml"], "evaluation_interval": "15s", "tests": cases}
     (tmp_path / "tests.yaml").write_text(json.dumps(tests))
     promtool(tmp_path, "test", "rules", "tests.yaml")
+
+
+COUNT = "gen_ai_server_time_to_first_token_seconds_count"
+BUCKET = "gen_ai_server_time_to_first_token_seconds_bucket"
+
+
+def test_every_alert_that_ships_is_of_one_installation_only(tmp_path: Path) -> None:
+    """Two releases are scraped by one Prometheus, and one of them fails in every way that an alert is about: every
+    alert of that one fires and is resolved, and none of the other's."""
+    spec = parse_policy((Path("policy") / "assets" / "default.yaml").read_bytes(), "default")
+    (tmp_path / "rules.yaml").write_text(json.dumps(rule_file(spec.alerts, runbooks=spec.runbooks)))
+    # Ill from 2 h to 4 h, of 13 h altogether, by the minute; 120 values of each kind, at whole minutes.
+    well, ill, after = 120, 120, 540
+
+    def gauge(good: float, bad: float) -> str:
+        return f"{good:g}x{well} {bad:g}x{ill - 1} {good:g}x{after}"
+
+    def counter(good: float, bad: float) -> str:
+        """Growing by ``good`` a minute, by ``bad`` while ill."""
+        before, then = good * well, good * well + bad * ill
+        return f"0+{good:g}x{well} {before + bad:g}+{bad:g}x{ill - 1} {then + good:g}+{good:g}x{after}"
+
+    of_class, of_model = 'model="m",class="code"', 'model="m",backend="b"'
+    named = 'gen_ai_request_model="m",class="code"'
+    tpot = "gen_ai_server_time_per_output_token_seconds"
+    gauges: dict[str, tuple[float, float]] = {
+        f"speculative_speedup_factor{{{of_class}}}": (1.5, 0.9),
+        f"speculative_acceptance_rate{{{of_class}}}": (0.4, 0.01),
+        f"speculative_fallback_active{{{of_class}}}": (0, 1),
+        f'medusa_head_accuracy{{{of_class},head="1",rank="1"}}': (0.5, 0.1),
+        f'medusa_head_accuracy_prior{{{of_class},head="1",rank="1"}}': (0.5, 0.5),
+        f"medusa_heads_stale{{{of_model}}}": (0, 1),
+        f"medusa_verification_step_ratio{{{of_model}}}": (1.5, 5),
+        "medusa_redis_up{}": (1, 0),
+        f"medusa_queue_oldest_age_seconds{{{of_model}}}": (0, 20),
+        f"medusa_kv_pages_used{{{of_model}}}": (1, 10),
+        f"medusa_kv_pages_limit{{{of_model}}}": (10, 10),
+        f"medusa_engine_up{{{of_model}}}": (1, 0),
+        f"medusa_backend_up{{{of_model}}}": (1, 0),
+        f"medusa_places_used{{{of_model}}}": (1, 10),
+        f"medusa_places_limit{{{of_model}}}": (10, 10),
+        "medusa_policy_rejected{}": (0, 1),
+        "medusa_keys_rejected{}": (0, 1),
+        'medusa_file_hangs{file="keys"}': (0, 1),
+    }
+    counters: dict[str, tuple[float, float]] = {
+        f'medusa_requests_total{{{of_class},outcome="ok"}}': (100, 60),
+        f'medusa_requests_total{{{of_class},outcome="server_error"}}': (0, 40),
+        f'medusa_requests_total{{{of_class},outcome="limited"}}': (0, 600),
+        'medusa_requests_total{model="other",class="unclassified",outcome="unauthorized"}': (0, 600),
+        f'{BUCKET}{{{named},le="10.0"}}': (100, 20),
+        f"{COUNT}{{{named}}}": (100, 100),
+        f'{tpot}_bucket{{{named},le="0.5"}}': (100, 20),
+        f"{tpot}_count{{{named}}}": (100, 100),
+    }
+
+    def at(series: str, namespace: str, instance: str) -> str:
+        name, _, labels = series.partition("{")
+        return f'{name}{{namespace="{namespace}",job="gateway",instance="{instance}",{labels}'.replace(",}", "}")
+
+    series: dict[str, str] = {}
+    for namespace, is_ill in (("production", True), ("staging", False)):
+        for instance in ("a", "b"):
+            for name, (good, bad) in gauges.items():
+                series[at(name, namespace, instance)] = gauge(good, bad if is_ill else good)
+            for name, (good, bad) in counters.items():
+                series[at(name, namespace, instance)] = counter(good, bad if is_ill else good)
+            series[at(f'medusa_build_info{{replica="{namespace}-{instance}"}}', namespace, instance)] = "1x800"
+    scopes = {"class": {"model": "m", "class": "code"}, "model": {"model": "m"}, "fleet": {}}
+    tests = []
+    for rule in spec.alerts:
+        labels = {"namespace": "production", "job": "gateway", "severity": rule.severity, **scopes[rule.figure.scope]}
+        # Only which labels it has is looked at: values differ by the last digit between versions of Prometheus.
+        firing = f'count by (namespace) (ALERTS{{alertname="{rule.name}", alertstate="firing"}})'
+        exact = ", ".join(f'{name}="{value}"' for name, value in labels.items())
+        tests += [
+            {"expr": firing, "eval_time": "100m", "exp_samples": []},
+            {"expr": firing, "eval_time": "239m", "exp_samples": [{"labels": '{namespace="production"}', "value": 1}]},
+            {
+                "expr": f'count(ALERTS{{alertname="{rule.name}", alertstate="firing", {exact}}})',
+                "eval_time": "239m",
+                "exp_samples": [{"labels": "{}", "value": 1}],
+            },
+            {"expr": firing, "eval_time": "700m", "exp_samples": []},
+        ]
+    case = {
+        "interval": "1m",
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": tests,
+    }
+    gone = {
+        "interval": "1m",
+        "input_series": [{"series": 'medusa_build_info{instance="a"}', "values": "1x10 stale _x10 1x20"}],
+        "promql_expr_test": [
+            {
+                "expr": f'count(ALERTS{{alertname="{ABSENT}", alertstate="firing"}})',
+                "eval_time": when,
+                "exp_samples": found,
+            }
+            for when, found in (("9m", []), ("15m", [{"labels": "{}", "value": 1}]), ("30m", []))
+        ],
+    }
+    document = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": [case, gone]}
+    (tmp_path / "tests.yaml").write_text(json.dumps(document))
+    promtool(tmp_path, "test", "rules", "tests.yaml")
+
+
+def test_labels_and_annotations_of_ones_own(tmp_path: Path) -> None:
+    text = """
+version: 1
+alert_labels: {environment: production, team: search}
+runbooks: https://wiki/oncall/{alert}
+alerts:
+  - name: full
+    metric: medusa_kv_usage
+    above: 0.9
+    labels: {team: platform}
+    annotations: {dashboard: "https://grafana/d/{{x}}"}
+  - {name: away, metric: medusa_redis_up, below: 1, runbook_url: "https://elsewhere/redis"}
+"""
+    full, away = rule_file(parse_policy(text.encode(), "p").alerts)["groups"][0]["rules"][:2]
+    assert full["labels"] == {"severity": "warning", "environment": "production", "team": "platform"}
+    assert full["annotations"]["runbook_url"] == "https://wiki/oncall/full"
+    assert full["annotations"]["dashboard"] == 'https://grafana/d/{{ "{{" }}x}}'
+    assert away["labels"]["team"] == "search"
+    assert away["annotations"]["runbook_url"] == "https://elsewhere/redis"
+    (tmp_path / "rules.yaml").write_text(json.dumps(rule_file(parse_policy(text.encode(), "p").alerts)))
+    promtool(tmp_path, "check", "rules", "rules.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{name: a, metric: medusa_ttft_burn_rate, above: 6}", "'within'|is missing"),
+        ("{name: a, metric: medusa_ttft_burn_rate, above: 6, within: 3s}", "such as 2.5s"),
+        ("{name: a, metric: medusa_error_burn_rate, below: 6}", "give 'above'"),
+        ("{name: a, metric: medusa_redis_up, below: 1, objective: 99%}", "has no objective"),
+        (
+            "{name: a, metric: medusa_redis_up, below: 1, labels: {severity: x}}",
+            "that alerts have anyway",
+        ),
+        ("{name: a, metric: medusa_redis_up, below: 1, annotations: {summary: x}}", "an annotation of one's own"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_fix(line: str, words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        parse_policy(f"version: 1\nalerts:\n  - {line}\n".encode(), "p")
