@@ -22,7 +22,7 @@ def security_schemes() -> dict[str, Any]:
 
 def security_of(path: str, *, keyed: bool) -> list[dict[str, list[str]]]:
     """What a route asks for, by its path: the scopes that its key must have."""
-    if not keyed or path in ("/healthz", "/health", "/readyz"):
+    if not keyed or path in ("/healthz", "/health", "/readyz", "/startupz"):
         return []
     if path.startswith("/v1/"):
         return [{SECURITY_SCHEME: ["inference"]}]

@@ -123,7 +123,7 @@ def test_every_route_but_health_needs_a_key(gateway: LiveGateway) -> None:
     ]
     assert len(routes) > 10
     open_routes = {path for method, path in routes if gateway.http.request(method, path).status_code != 401}
-    assert open_routes == {"/health", "/healthz", "/readyz"}
+    assert open_routes == {"/health", "/healthz", "/readyz", "/startupz"}
 
 
 def test_every_route_is_in_the_document_with_what_it_needs(gateway: LiveGateway) -> None:
