@@ -126,6 +126,23 @@ EMITTED_TOKENS = Metric(
     "Tokens that decode steps emitted, by whatever method.",
     _BY_CLASS,
 )
+VANILLA_TIME = Metric(
+    "medusa_vanilla_time",
+    "counter",
+    "s",
+    "Engine time that vanilla decoding of the same tokens in the same batches would have taken.",
+    _BY_CLASS,
+)
+DECODE_TIME = Metric(
+    "medusa_decode_time", "counter", "s", "Engine time that decoding took, counted as that of vanilla is.", _BY_CLASS
+)
+COST_SAVED = Metric(
+    "medusa_cost_saved",
+    "gauge",
+    "",
+    "Money that speculation has saved since the start, by the policy's price; negative where it cost more.",
+    (*_BY_CLASS, "currency"),
+)
 CONTROL_DISAGREEMENT = Metric(
     "speculative_control_prediction_ratio",
     "gauge",
@@ -227,6 +244,7 @@ ALERT_STATE = Metric(
 METRICS: tuple[Metric, ...] = (
     *(ACCEPTANCE_RATE, SPEEDUP_FACTOR, HEAD_ACCURACY, HEAD_ACCURACY_PRIOR, FALLBACK_COUNT, FALLBACK_ACTIVE),
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
+    *(VANILLA_TIME, DECODE_TIME, COST_SAVED),
     *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN),
     *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, ENGINE_UP),
     *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),

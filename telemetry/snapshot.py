@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from backends.types import DecodeCounters, Decoder, StepSample
 from policy.config.watched_file import FileStatus
+from policy.spec import Cost
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey, Tally, add_counters, sum_tallies
 from policy.statistics.syncing import StoreHealth
@@ -29,7 +30,7 @@ class Sources:
     """What figures are made of. ``decoders``: the engines of this process by the names of their backends.
 
     ``fallbacks``: how many there were by (model, class), since the start. ``store`` None: there is no store.
-    ``alerts``: state by labels of ``medusa_alert_state``.
+    ``alerts``: state by labels of ``medusa_alert_state``. ``cost``: the operator's price of an hour.
     """
 
     statistics: Statistics
@@ -40,6 +41,7 @@ class Sources:
     fallbacks: Mapping[tuple[str, str], int] = field(default_factory=dict)
     store: StoreHealth | None = None
     alerts: Mapping[Labels, float] = field(default_factory=dict)
+    cost: Cost | None = None
 
 
 class ClosedLabels:
@@ -175,6 +177,11 @@ def _counts(put: _Put, sources: Sources, closed: ClosedLabels) -> None:
         put(catalog.DRAFT_TOKENS, total.drafted_tokens, *labels)
         put(catalog.ACCEPTED_TOKENS, total.accepted_tokens, *labels)
         put(catalog.EMITTED_TOKENS, total.emitted_tokens, *labels)
+        put(catalog.VANILLA_TIME, total.vanilla_us / 1e6, *labels)
+        put(catalog.DECODE_TIME, total.spent_us / 1e6, *labels)
+        if (cost := sources.cost) is not None:
+            saved_s = (total.vanilla_us - total.spent_us) / 1e6
+            put(catalog.COST_SAVED, cost.of(saved_s), *labels, cost.currency)
     # From zero, so that the first fallback is an increase and not a new series.
     fallbacks = dict.fromkeys(totals, 0)
     for name, count in sources.fallbacks.items():

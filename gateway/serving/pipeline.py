@@ -157,7 +157,7 @@ class Attempt:
             ticket=ticket,
             record=record,
             telemetry=gateway.telemetry,
-            settle=lambda report: controller.decisions.finish(answer_id, report),
+            settle=lambda report, saved_s: controller.finish(answer_id, decided.facts, report, saved_s),
         )
         kept = DecisionRecord(answer_id, decided.facts, decided.decision, gateway.wall_clock(), decided.plan.as_dict())
         controller.record(kept, client_id)

@@ -151,7 +151,7 @@ class RemoteAnswer:
         return Identity(self._prepared.answer_id, object_name, self._prepared.created, self._model)
 
     def _settle(self, report: RemoteReport) -> None:
-        self._prepared.settle(report)
+        self._prepared.settle(report, 0.0)
         self._prepared.record.completed = True
 
     def _pay_for_the_prompt(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree
-from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Number, OneOf, Share, Tree
+from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Name, Number, OneOf, Share, Tree
 from policy.config.parts import (
     LABEL,
     PATTERN,
@@ -34,6 +34,7 @@ from policy.spec import (
     FORMAT_VERSION,
     Bounds,
     Conditions,
+    Cost,
     FallbackSettings,
     PolicySpec,
     Range,
@@ -106,7 +107,13 @@ _RULE = Block(
 )
 MAX_MERGED = 20_000
 """Merging takes its time: as many as there may be blocks and lists in a file."""
-_TOP = ("version", "defaults", "classes", "rules", "alerts", "receivers")
+_COST = Block(
+    {"per_gpu_hour": Number(0, 1_000_000), "currency": Name(r"[A-Za-z]{1,8}", "a currency of letters, such as USD")},
+    "a price",
+    required=("per_gpu_hour",),
+    about="What an hour of an engine's device costs: to tell what speculation saves.",
+)
+_TOP = ("version", "defaults", "classes", "rules", "alerts", "receivers", "cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +123,7 @@ class _Document:
     rules: tuple[Part, ...]
     alerts: tuple[Part, ...]
     receivers: Mapping[str, Part]
+    cost: Mapping[str, Any] | None = None
 
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
@@ -148,6 +156,7 @@ def json_schema() -> dict[str, Any]:
             "rules": {"type": "array", "items": _RULE.schema()},
             "alerts": {"type": "array", "items": ALERT.schema()},
             "receivers": {**named, "additionalProperties": RECEIVER.schema()},
+            "cost": _COST.schema(),
         },
     }
 
@@ -166,6 +175,7 @@ def _read(source: Source, root: yaml.Node) -> _Document:
         rules=tuple(read_parts(source, _RULE, nodes.get("rules"), "rules", "rules")),
         alerts=tuple(read_parts(source, ALERT, nodes.get("alerts"), "alerts", "alerts")),
         receivers=read_named(source, RECEIVER, nodes.get("receivers"), "receivers", "receivers by name"),
+        cost=_COST.read(source, nodes["cost"], "cost") if "cost" in nodes else None,
     )
 
 
@@ -185,7 +195,14 @@ def _assemble(source: Source, document: _Document, version: str) -> PolicySpec:
         return PolicySpec(version, source.file)
     settings = _settings(source, document, tuple(rules.values()))
     return PolicySpec(
-        version, source.file, tuple(rules.values()), alerts, receivers, settings, frozenset(document.classes)
+        version,
+        source.file,
+        tuple(rules.values()),
+        alerts,
+        receivers,
+        settings,
+        frozenset(document.classes),
+        Cost(**document.cost) if document.cost and "per_gpu_hour" in document.cost else None,
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from backends.types import DecodeCounters, StepSample
 from policy.config.watched_file import FileStatus
 from policy.file.format import parse_policy
+from policy.spec import Cost
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey
 from policy.statistics.syncing import StoreHealth
@@ -150,7 +151,9 @@ def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> N
     bench.count()
     bench.count(arm="control", control_vanilla_us=1000, control_measured_us=1200)
     bench.steps.add(ENGINE[1], [StepSample("verification", 40, 0.03, 0.02)], bench.now)
-    figures: Mapping[str, Any] = bench.figures(store=StoreHealth("redis", ok=True), alerts={("a", "info", *CODE): 0})
+    figures: Mapping[str, Any] = bench.figures(
+        store=StoreHealth("redis", ok=True), alerts={("a", "info", *CODE): 0}, cost=Cost(2.5)
+    )
     histograms = {name for name, metric in BY_NAME.items() if metric.kind == "histogram"}
     assert set(figures) == set(BY_NAME) - histograms
     for name, values in figures.items():
