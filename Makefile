@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
+SOAK_S ?= 60
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill bench lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill soak bench lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -13,6 +14,7 @@ help:
 	@echo "make demo-fallback heads swapped for random ones under traffic: fallback, its cost, and the way back"
 	@echo "make bench      measure Medusa, vanilla and transformers' generate side by side"
 	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
+	@echo "make soak       two replicas under load of all kinds, with faults by schedule: SOAK_S=1800"
 	@echo "make test-sanitize   the kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make setup      only make $(VENV)"
@@ -63,6 +65,10 @@ test-sanitize: $(VENV)/.installed-test
 # Three replicas behind a real haproxy on one Redis: kill, drain, restart Redis, cut one off. DRILL="--json --seconds 10"
 drill: $(VENV)/.installed-test
 	$(BIN)/python -m tests.drills.drill $(DRILL)
+
+# Two replicas under an open load of all kinds for SOAK_S seconds, with faults by schedule. SOAK="--rate 3 --engine DIR"
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.drills.soak --seconds $(SOAK_S) $(SOAK)
 
 demo-alert: model $(VENV)/.installed-test
 	@$(BIN)/python -m tests.drills.demo_alert

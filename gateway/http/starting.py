@@ -106,9 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     timeout = CLIENT_PATIENCE_S
-    server: _Server
 
     def _answer(self) -> None:
+        assert isinstance(self.server, _Server)
         doing = self.server.progress.doing
         if self.path.partition("?")[0] in ("/healthz", "/health"):
             status, body = HTTPStatus.OK, msgspec.json.encode(Health("starting", [doing]))

@@ -68,7 +68,7 @@ def test_argo_cd_can_own_it(preset: str) -> None:
 
 @pytest.mark.parametrize("preset", sorted(presets()))
 def test_openshift_may_choose_every_user(preset: str) -> None:
-    """Its restricted constraints refuse ids outside the namespace's range, and root; with nulls nothing is asked for."""
+    """Its restricted constraints refuse ids outside the namespace's range, and root; with nulls none is asked for."""
     nobody = {"runAsUser": None, "runAsGroup": None, "fsGroup": None}
     values = overlaid(
         presets()[preset], {"podSecurityContext": nobody, "redis": {"bundled": {"podSecurityContext": nobody}}}
