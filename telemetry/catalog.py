@@ -189,6 +189,13 @@ RUNNING_SEQUENCES = Metric(
 )
 KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", _ENGINE)
 KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", _ENGINE)
+KV_USE = Metric(
+    "medusa_kv_use_ratio",
+    "gauge",
+    "",
+    "Used share of the KV cache, 0 to 1, for autoscalers and balancers that read one number.",
+    _ENGINE,
+)
 ENGINE_UP = Metric("medusa_engine_up", "gauge", "", "1 while the model's engine takes requests, else 0.", _ENGINE)
 HEADS_STALE = Metric(
     "medusa_heads_stale",
@@ -246,7 +253,7 @@ METRICS: tuple[Metric, ...] = (
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
     *(VANILLA_TIME, DECODE_TIME, COST_SAVED),
     *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN),
-    *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, ENGINE_UP),
+    *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, KV_USE, ENGINE_UP),
     *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),
     *(REDIS_UP, POLICY_RELOADS, ALERT_STATE),
 )

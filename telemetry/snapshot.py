@@ -199,6 +199,8 @@ def _engines(put: _Put, decoders: Mapping[str, Decoder], steps: StepWindow) -> N
         put(catalog.RUNNING_SEQUENCES, load.running, *labels)
         put(catalog.KV_PAGES_USED, load.kv_pages_used, *labels)
         put(catalog.KV_PAGES_LIMIT, load.kv_pages_total, *labels)
+        if load.kv_pages_total:
+            put(catalog.KV_USE, load.kv_pages_used / load.kv_pages_total, *labels)
         put(catalog.ENGINE_UP, decoder.alive, *labels)
         put(catalog.HEADS_STALE, decoder.info.heads_stale, *labels)
         put(catalog.VANILLA_STEP, steps.vanilla_step_s(backend), *labels)

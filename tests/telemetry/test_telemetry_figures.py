@@ -145,6 +145,7 @@ def test_the_rest_is_told_as_it_is(bench: Bench, ok: bool, expected: float) -> N
     assert figures["medusa_engine_up"] == {ENGINE: 1}
     assert figures["medusa_heads_stale"] == {ENGINE: 0}
     assert figures["medusa_kv_pages_limit"] == {ENGINE: 64}
+    assert figures["medusa_kv_use_ratio"][ENGINE] == figures["medusa_kv_pages_used"][ENGINE] / 64
 
 
 def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> None:
