@@ -100,7 +100,7 @@ def write_random_heads(folder: Path) -> None:
 class Gateway:
     """A ``medusa-gateway serve`` process, and requests to it without a pause."""
 
-    def __init__(self, *arguments: str, log: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, *arguments: str, log: Path, say: Callable[[str], None] = print) -> None:
         command = [sys.executable, "-m", "gateway", "serve", "--port", "0", *arguments]
         with open(log, "ab") as errors:
             self._process = subprocess.Popen(
@@ -185,7 +185,7 @@ def known_to(alertmanager: str) -> str | None:
 
 
 @contextmanager
-def serving(*arguments: str, log: Path, say: Callable[[str], None]) -> Iterator[Gateway]:
+def serving(*arguments: str, log: Path, say: Callable[[str], None] = print) -> Iterator[Gateway]:
     gateway = Gateway(*arguments, log=log, say=say)
     try:
         yield gateway
