@@ -182,8 +182,8 @@ def run_server(
     """Serve until a signal and a drain end it. Closes the sockets; leaves the decoders to the caller.
 
     ``more``: a further socket, on which the same app answers: that of the admin port. ``on_start``: what to do just
-    before connections are taken. ``bounded_exit``: the caller has
-    nothing to do afterwards but to end the process soon; it is ended if that takes too long.
+    before connections are taken. ``bounded_exit``: the caller has nothing to do afterwards but to end the process soon;
+    it is ended if that takes too long.
     """
     model = next(iter(state.backends.models), "none")
 
