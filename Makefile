@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8080
+SOAK_S ?= 60
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill drill-alerts bench peers lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill drill-alerts soak bench peers lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -15,6 +16,7 @@ help:
 	@echo "make peers      other engines, each in an environment of its own (5 GB), for medusa-gateway bench peers"
 	@echo "make drill      kill, drain and cut off replicas behind a real load balancer, under load"
 	@echo "make drill-alerts each alert that ships: a fault, firing, resolved, with times"
+	@echo "make soak       two replicas under load of all kinds, with faults by schedule: SOAK_S=1800"
 	@echo "make test-sanitize   the kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make setup      only make $(VENV)"
@@ -70,6 +72,10 @@ drill: $(VENV)/.installed-test
 # Every alert that ships fires once and is resolved once, by a fault made for it; a table with times. About 6 minutes.
 drill-alerts: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.drills.alert_drill
+
+# Two replicas under an open load of all kinds for SOAK_S seconds, with faults by schedule. SOAK="--rate 3 --engine DIR"
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.drills.soak --seconds $(SOAK_S) $(SOAK)
 
 demo-alert: model $(VENV)/.installed-test
 	@$(BIN)/python -m tests.drills.demo_alert

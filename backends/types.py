@@ -144,6 +144,7 @@ class GenerationStats:
     Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
     when the step that gave its first token had ended, when it ended, each time it stopped drafting for a while, and
     when it stopped for good since it was behind its deadline.
+    ``saved_s``: engine time against vanilla decoding of the same tokens, its share of the batch's; may be negative.
     ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", or another drafter's name).
     """
 
@@ -157,6 +158,7 @@ class GenerationStats:
     accepted_by: Mapping[str, int] = field(default_factory=dict)
     emitted_tokens: int = 0
     speedup_estimate: float = 1.0
+    saved_s: float = 0.0
     reason: str = ""
     acceptance: Acceptance = "exact"
     admitted_at: float | None = None

@@ -64,6 +64,17 @@ class FallbackSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """The operator's price of an hour of the device (or machine) that an engine runs on. ``currency``: any word."""
+
+    per_gpu_hour: float
+    currency: str = "USD"
+
+    def of(self, seconds: float) -> float:
+        return seconds / 3600 * self.per_gpu_hour
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """Everything that a decision depends on, for one class under one rule.
 
@@ -202,6 +213,7 @@ class PolicySpec:
     settings: Mapping[tuple[str | None, int], Settings] = field(default_factory=lambda: {(None, -1): Settings()})
     classes: frozenset[str] = frozenset()
     runbooks: str | None = None
+    cost: Cost | None = None
 
     def select(self, facts: RequestFacts) -> tuple[int, Settings]:
         """The first rule that matches (-1: none), and the settings that then apply."""

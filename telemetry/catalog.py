@@ -127,6 +127,23 @@ EMITTED_TOKENS = Metric(
     "Tokens that decode steps emitted, by whatever method.",
     _BY_CLASS,
 )
+VANILLA_TIME = Metric(
+    "medusa_vanilla_time",
+    "counter",
+    "s",
+    "Engine time that vanilla decoding of the same tokens in the same batches would have taken.",
+    _BY_CLASS,
+)
+DECODE_TIME = Metric(
+    "medusa_decode_time", "counter", "s", "Engine time that decoding took, counted as that of vanilla is.", _BY_CLASS
+)
+COST_SAVED = Metric(
+    "medusa_cost_saved",
+    "gauge",
+    "",
+    "Money that speculation has saved since the start, by the policy's price; negative where it cost more.",
+    (*_BY_CLASS, "currency"),
+)
 CONTROL_DISAGREEMENT = Metric(
     "speculative_control_prediction_ratio",
     "gauge",
@@ -259,6 +276,13 @@ RUNNING_SEQUENCES = Metric(
 )
 KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", _ENGINE)
 KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", _ENGINE)
+KV_USE = Metric(
+    "medusa_kv_use_ratio",
+    "gauge",
+    "",
+    "Used share of the KV cache, 0 to 1, for autoscalers and balancers that read one number.",
+    _ENGINE,
+)
 ENGINE_UP = Metric("medusa_engine_up", "gauge", "", "1 while the model's engine takes requests, else 0.", _ENGINE)
 HEADS_STALE = Metric(
     "medusa_heads_stale",
@@ -375,10 +399,11 @@ ALERT_STATE = Metric(
 METRICS: tuple[Metric, ...] = (
     *(ACCEPTANCE_RATE, SPEEDUP_FACTOR, HEAD_ACCURACY, HEAD_ACCURACY_PRIOR, FALLBACK_COUNT, FALLBACK_ACTIVE),
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
+    *(VANILLA_TIME, DECODE_TIME, COST_SAVED),
     *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, LONGEST_GAP),
     *(QUEUE_WAIT, PREFILL_DURATION, TOKENS_PER_STEP, REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, DEADLINE_CUTS),
     *(BACKEND_UP, BREAKER_STATE, BACKEND_REQUESTS, PLACES_USED, PLACES_LIMIT, OPTIONAL_FAILURES),
-    *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, ENGINE_UP),
+    *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, KV_USE, ENGINE_UP),
     *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),
     *(REDIS_UP, REDIS_LATENCY, LIMITS_DECIDED_LOCALLY, POLICY_RELOADS, POLICY_REJECTED, KEYS_REJECTED, FILE_HANGS),
     *(POLICY_INFO, KEYS_INFO, BUILD_INFO, DRAINING, DRAIN_ABORTED, LOOP_LAG, ALERT_STATE),

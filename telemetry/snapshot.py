@@ -14,6 +14,7 @@ from typing import Literal
 
 from backends.types import DecodeCounters, Decoder, OptionalFailures, StepSample
 from policy.config.watched_file import FileStatus
+from policy.spec import Cost
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey, Tally, add_counters, sum_tallies
 from policy.statistics.syncing import StoreHealth
@@ -63,6 +64,7 @@ class Sources:
 
     ``fallbacks``: how many there were by (model, class), since the start. ``store`` None: there is no store.
     ``alerts``: state by labels of ``medusa_alert_state``. ``standing`` None: not asked for.
+    ``cost``: the operator's price of an hour.
     """
 
     statistics: Statistics
@@ -74,6 +76,7 @@ class Sources:
     store: StoreHealth | None = None
     alerts: Mapping[Labels, float] = field(default_factory=dict)
     standing: Standing | None = None
+    cost: Cost | None = None
 
 
 class ClosedLabels:
@@ -213,6 +216,11 @@ def _counts(put: _Put, sources: Sources, closed: ClosedLabels) -> None:
         put(catalog.DRAFT_TOKENS, total.drafted_tokens, *labels)
         put(catalog.ACCEPTED_TOKENS, total.accepted_tokens, *labels)
         put(catalog.EMITTED_TOKENS, total.emitted_tokens, *labels)
+        put(catalog.VANILLA_TIME, total.vanilla_us / 1e6, *labels)
+        put(catalog.DECODE_TIME, total.spent_us / 1e6, *labels)
+        if (cost := sources.cost) is not None:
+            saved_s = (total.vanilla_us - total.spent_us) / 1e6
+            put(catalog.COST_SAVED, cost.of(saved_s), *labels, cost.currency)
     # From zero, so that the first fallback is an increase and not a new series.
     fallbacks = dict.fromkeys(totals, 0)
     for name, count in sources.fallbacks.items():
@@ -230,6 +238,8 @@ def _engines(put: _Put, decoders: Mapping[str, Decoder], steps: StepWindow) -> N
         put(catalog.RUNNING_SEQUENCES, load.running, *labels)
         put(catalog.KV_PAGES_USED, load.kv_pages_used, *labels)
         put(catalog.KV_PAGES_LIMIT, load.kv_pages_total, *labels)
+        if load.kv_pages_total:
+            put(catalog.KV_USE, load.kv_pages_used / load.kv_pages_total, *labels)
         put(catalog.ENGINE_UP, decoder.alive, *labels)
         put(catalog.HEADS_STALE, decoder.info.heads_stale, *labels)
         put(catalog.VANILLA_STEP, steps.vanilla_step_s(backend), *labels)

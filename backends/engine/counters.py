@@ -55,6 +55,8 @@ class RequestCounts:
     # What vanilla decoding of the same tokens would have taken, and what the steps took, by the cost table.
     vanilla_ms: float = 0.0
     spent_ms: float = 0.0
+    # Of the engine's own time: its share of what vanilla steps would have taken more, or less.
+    saved_ms: float = 0.0
 
     def add(self, step: SequenceStep, times: StepTimes) -> None:
         """``steps`` is not counted here: it holds though statistics fail."""
@@ -67,6 +69,7 @@ class RequestCounts:
         self.most_nodes = max(self.most_nodes, drafted)
         self.vanilla_ms += len(step.emitted) * times.vanilla_ms
         self.spent_ms += times.spent_ms
+        self.saved_ms += (len(step.emitted) - 1) * times.vanilla_ms / times.num_sequences - step.drafting_ms
 
 
 class CounterBook:

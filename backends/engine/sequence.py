@@ -200,6 +200,7 @@ class Sequence:
             accepted_by=dict(counts.accepted_by),
             emitted_tokens=self.num_generated,
             speedup_estimate=self.speedup,
+            saved_s=counts.saved_ms / 1e3,
             reason=reason,
             acceptance=plan.acceptance,
             admitted_at=self.admitted_at,

@@ -26,6 +26,7 @@ from gateway.serving.pipeline import Attempt
 from gateway.serving.state import gateway_of
 from gateway.wire.errors import APIError, InvalidRequest
 from gateway.wire.request_body import off_the_loop, read_json
+from policy import savings
 from policy.config.problems import PolicyError
 from policy.diff import differences
 from policy.file.format import parse_policy
@@ -87,7 +88,8 @@ async def show_stats(request: Request[Any, Any, Any]) -> ASGIResponse:
             **controller.statistics.report(controller.clock()),
             "events": [event.as_dict() for event in controller.events.log],
             "rewritten_epochs": sync.rewritten_epochs if sync else 0,
-            "own_counters": controller.statistics.book.total(),
+            "own_counters": (own := controller.statistics.book.total()),
+            "savings": savings.report(own, controller.savings, controller.policy.spec.cost),
         }
     )
 

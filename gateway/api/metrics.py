@@ -88,6 +88,7 @@ def take_figures(state: GatewayState) -> Figures:
         policy=controller.policy.status,
         fallbacks=controller.events.fallbacks,
         store=sync.health if sync is not None and sync.health.remote else None,
+        cost=controller.policy.spec.cost,
         alerts={} if background.alerting is None else background.alerting.exported(),
         standing=_standing(state),
     )

@@ -54,9 +54,11 @@ async def retrieve_model(request: Request[Any, Any, Any], model_id: FromPath[str
     return json_response(model_card(gateway_of(request).backends.of_model(model_id.removeprefix("/"))[0]))
 
 
-@get(["/healthz", "/health"], opt=needs("open"))
+@get(["/healthz", "/health", "/startupz"], opt=needs("open"))
 async def health(request: Request[Any, Any, Any]) -> ASGIResponse:
-    """The process answers, and says what is not as it should be. 200 all the same: a restart would mend none of it."""
+    """The process answers, and says what is not as it should be. 200 all the same: a restart would mend none of it.
+
+    While the model is loaded :mod:`gateway.http.starting` answers instead, and ``/startupz`` is 503."""
     return json_response(_health(gateway_of(request)))
 
 

@@ -84,6 +84,7 @@ def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None 
             },
             "/healthz": {"get": _read("health", "Health")},
             "/health": {"get": _read("healthAlias", "Health")},
+            "/startupz": {"get": _read("started", "Health", 503)},
             "/readyz": {"get": _read("readiness", "Health", 503)},
             "/": {"get": _read("pointer", "Pointer")},
             "/v1": {"get": _read("apiPointer", "Pointer")},

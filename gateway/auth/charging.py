@@ -6,14 +6,15 @@ from litestar.types import Scope
 
 from gateway.admission import Ticket
 from gateway.auth.access import Access
-from gateway.auth.errors import RateLimited
+from gateway.auth.errors import BudgetSpent, RateLimited
 from gateway.auth.guard import key_of, show_standing
 from gateway.auth.keyfile import ApiKey
 from gateway.wire.errors import InvalidRequest
-from policy.limits.arithmetic import Dimension, KeyLimits, Refusal, Standing, describe
+from policy.limits.arithmetic import KeyLimits, Refusal, Standing, describe
+from policy.limits.budgets import renewal
 from policy.limits.limiter import Grant
 
-_WORDS: dict[Dimension, str] = {
+_WORDS = {
     "requests": "requests per minute",
     "tokens": "tokens per minute",
     "streams": "concurrent streams",
@@ -51,10 +52,21 @@ def refuse_early(scope: Scope, access: Access) -> None:
 
 def _refused(scope: Scope, key: ApiKey, refused: Refusal, standing: Standing, tokens: int) -> RateLimited:
     show_standing(scope, describe(key.limits, standing))
+    limits = key.limits
+    if refused.limit == "day" or refused.limit == "month":
+        day = refused.limit == "day"
+        spent, limit = (
+            (standing.budgets.day, limits.tokens_per_day) if day else (standing.budgets.month, limits.tokens_per_month)
+        )
+        return BudgetSpent(
+            f"The API key '{key.name}' has used {spent.tokens} of its budget of {limit} tokens per {refused.limit}, "
+            f"and this request may need {tokens}. The budget renews at {renewal(standing.budgets, refused.limit)}.",
+            wait_s=refused.wait_s,
+        )
     most = {
-        "requests": key.limits.requests_per_minute,
-        "tokens": key.limits.tokens_per_minute,
-        "streams": key.limits.concurrent_streams,
+        "requests": limits.requests_per_minute,
+        "tokens": limits.tokens_per_minute,
+        "streams": limits.concurrent_streams,
     }[refused.limit]
     asked = f" This request may need {tokens}." if refused.limit == "tokens" else ""
     return RateLimited(
@@ -68,13 +80,20 @@ def reservation(prompt_tokens: int, answer_tokens: int, limits: KeyLimits, *, na
     """The tokens to take at admission: all that the request may use, or the whole limit if the client named no
     ``max_tokens`` and the default goes past it. What it uses beyond that is settled at its end. Pure.
     """
-    total, limit = prompt_tokens + answer_tokens, limits.tokens_per_minute
-    if limit is None or total <= limit:
+    total = prompt_tokens + answer_tokens
+    kinds = (
+        (limits.tokens_per_minute, "minute"),
+        (limits.tokens_per_day, "day"),
+        (limits.tokens_per_month, "month"),
+    )
+    given = [(limit, kind) for limit, kind in kinds if limit is not None]
+    if not given or total <= min(given)[0]:
         return total
+    limit, kind = min(given)
     if named or prompt_tokens >= limit:
         raise InvalidRequest(
             f"The request may use {total} tokens ({prompt_tokens} of its prompt), but its API key has {limit} a "
-            "minute: it could never be let in. Shorten the prompt or lower max_tokens.",
+            f"{kind}: it could never be let in. Shorten the prompt or lower max_tokens.",
             param="max_tokens" if named and prompt_tokens < limit else None,
             code="over_token_limit",
         )

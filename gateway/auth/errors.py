@@ -41,3 +41,13 @@ class RateLimited(APIError):
 
     def __init__(self, message: str, *, wait_s: float) -> None:
         super().__init__(message, headers={"retry-after": str(max(math.ceil(wait_s), 1))})
+
+
+class BudgetSpent(RateLimited):
+    """Of a day or a month. OpenAI's code for it, and its clients' word for not asking again by themselves."""
+
+    code = "insufficient_quota"
+
+    def __init__(self, message: str, *, wait_s: float) -> None:
+        super().__init__(message, wait_s=wait_s)
+        self.headers["x-should-retry"] = "false"

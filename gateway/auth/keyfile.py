@@ -21,6 +21,7 @@ from policy.config.fields import Block, Flag, Kind, ManyOf, Name, Number, OneOf
 from policy.config.problems import ConfigError
 from policy.config.yaml_source import Source, join, read_file
 from policy.limits.arithmetic import MOST_PER_MINUTE, KeyLimits
+from policy.limits.budgets import MOST_TOKENS
 
 KEY_PREFIX = "mgw-"
 DIGEST_PREFIX = "sha256:"
@@ -133,11 +134,14 @@ class _Instant:
 
 
 _PER_MINUTE = Number(1, MOST_PER_MINUTE, whole=True)
+_BUDGET = Number(1, MOST_TOKENS, whole=True)
 _LIMITS = Block(
     {
         "requests_per_minute": _PER_MINUTE,
         "tokens_per_minute": _PER_MINUTE,
         "concurrent_streams": Number(1, 1_000_000, whole=True),
+        "tokens_per_day": _BUDGET,
+        "tokens_per_month": _BUDGET,
     },
     "limits",
     about="What is left out is not limited.",

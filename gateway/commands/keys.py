@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import fields
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ def add_parser(subparsers: Any) -> None:
     add("name", metavar="NAME", help="the tenant: seen in policies, decisions and logs")
     add("--scope", action="append", choices=("inference", "admin"), help="may be repeated; default: inference")
     add("--expires", metavar="WHEN", help="2027-01-31 or 2027-01-31T18:00:00Z; default: never")
-    for name in ("requests-per-minute", "tokens-per-minute", "concurrent-streams"):
+    names = ("requests-per-minute", "tokens-per-minute", "concurrent-streams", "tokens-per-day", "tokens-per-month")
+    for name in names:
         add(f"--{name}", type=int, metavar="N", help="default: no limit")
     add("--json", action="store_true", help="print key and entry as one JSON object on standard output")
     new.set_defaults(run=run_new)
@@ -55,12 +57,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run_new(args: argparse.Namespace) -> int:
     from gateway.auth.keyfile import KeyFileError, new_key, parse_keys, written_digest
+    from policy.limits.arithmetic import KeyLimits
 
     key = new_key()
     entry: dict[str, Any] = {"name": args.name, "hash": written_digest(key), "scopes": args.scope or ["inference"]}
     if args.expires is not None:
         entry["expires"] = args.expires
-    names = ("requests_per_minute", "tokens_per_minute", "concurrent_streams")
+    names = (field.name for field in fields(KeyLimits))
     if limits := {name: value for name in names if (value := getattr(args, name)) is not None}:
         entry["limits"] = limits
     try:

@@ -82,6 +82,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from gateway.http.server import bind, run_server
+    from gateway.http.starting import Starting
     from gateway.serving.state import GatewayState
 
     serve_telemetry.configure_logs(args)
@@ -100,6 +101,9 @@ def run(args: argparse.Namespace) -> int:
         except OSError as error:
             places = " and ".join(f"{host}:{port}" for host, port in wanted)
             raise CommandError(f"can't listen on {places}: {error.strerror or error}") from error
+        starting = Starting(sockets)
+        held.callback(starting.close)
+        starting.open()
         backends = _open_backends(args, spec) if spec is not None else _open_one(args)
         try:
             settings = GatewaySettings(
@@ -116,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
                 cors_origins=tuple(args.cors_origin),
             )
             state = GatewayState.create(backends, settings, controller, telemetry, access)
-            run_server(state, *sockets, access_log=args.access_log, bounded_exit=True)
+            run_server(state, *sockets, on_start=starting.close, access_log=args.access_log, bounded_exit=True)
         finally:
             telemetry.shutdown()
             for engine in backends.engines:

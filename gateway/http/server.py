@@ -27,6 +27,8 @@ UNWIND_S = 5.0
 """What connections get to finish writing after the drain, before uvicorn cancels them."""
 LIFESPAN_S = 13.0
 """What the app gets to stop. Its parts are bounded one by one before that, see ``app.STOP_S``."""
+FORCED_S = 5.0
+"""The same after a second signal."""
 EXIT_S = 19.0
 """What the process gets from the end of the drain to its own. Less than Kubernetes gives it (docs/kubernetes.md)."""
 
@@ -69,13 +71,15 @@ class GatewayServer(uvicorn.Server):
 
     uvicorn closes its listener first and then waits. Here the listener stays open while streams finish, so that
     ``/readyz`` and new requests get a 503 that a load balancer understands instead of a refused connection. A second
-    signal stops waiting. ``bounded_exit``: the process is ended, whatever hangs, :data:`EXIT_S` after the drain.
+    signal stops waiting. ``on_start`` is called once the app has started, just before it takes connections.
+    ``bounded_exit``: the process is ended, whatever hangs, :data:`EXIT_S` after the drain.
     """
 
     def __init__(
         self,
         state: GatewayState,
         *,
+        on_start: Callable[[], None] | None = None,
         on_ready: Callable[[], None] | None = None,
         access_log: bool = False,
         bounded_exit: bool = False,
@@ -94,6 +98,7 @@ class GatewayServer(uvicorn.Server):
         )
         super().__init__(config)
         self._gateway = state
+        self._on_start = on_start
         self._on_ready = on_ready
         self._bounded_exit = bounded_exit
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -102,6 +107,8 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._on_start is not None:
+            self.lifespan.startup = partial(_then, self.lifespan.startup, self._on_start)  # type: ignore[method-assign]
         await super().startup(sockets)
         if self._on_ready is not None and self.started:
             self._on_ready()
@@ -128,15 +135,17 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._bound_exit(0.0)
-        self.lifespan.shutdown = partial(self._stop_app, self.lifespan.shutdown)  # type: ignore[method-assign]
+        stop_app, self.lifespan.shutdown = self.lifespan.shutdown, _later  # type: ignore[method-assign]
         await super().shutdown(sockets)
+        # uvicorn leaves this out after a second signal; what limits and receivers are owed is to be written all the
+        # same.
+        await stopped("the app", stop_app(), FORCED_S if self.force_exit else LIFESPAN_S)
+        # What is left of it is cancelled with the loop: that was told just now, and needs no traceback.
+        self.lifespan.shutdown_failed = True
 
     def _bound_exit(self, drain_s: float) -> None:
         if self._bounded_exit:
             exit_within(drain_s + EXIT_S, self._loop)
-
-    async def _stop_app(self, shutdown: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        await stopped("the app", shutdown(), LIFESPAN_S)
 
     async def _drain(self) -> None:
         try:
@@ -154,17 +163,27 @@ class GatewayServer(uvicorn.Server):
             logger.warning("drain timeout: %d requests were aborted", aborted)
 
 
+async def _then(first: Callable[[], Coroutine[Any, Any, None]], then: Callable[[], None]) -> None:
+    await first()
+    then()
+
+
+async def _later() -> None: ...
+
+
 def run_server(
     state: GatewayState,
     bound: socket.socket,
     *more: socket.socket,
+    on_start: Callable[[], None] | None = None,
     access_log: bool = False,
     bounded_exit: bool = False,
 ) -> None:
     """Serve until a signal and a drain end it. Closes the sockets; leaves the decoders to the caller.
 
-    ``more``: a further socket, on which the same app answers: that of the admin port. ``bounded_exit``: the caller has
-    nothing to do afterwards but to end the process soon; it is ended if that takes too long.
+    ``more``: a further socket, on which the same app answers: that of the admin port. ``on_start``: what to do just
+    before connections are taken. ``bounded_exit``: the caller has nothing to do afterwards but to end the process soon;
+    it is ended if that takes too long.
     """
     model = next(iter(state.backends.models), "none")
 
@@ -174,5 +193,7 @@ def run_server(
         for line in [*lines, *(f"admin routes: {url_of(each)}/admin" for each in more)]:
             print(line_for(logging.INFO, line), flush=True)
 
-    server = GatewayServer(state, on_ready=announce, access_log=access_log, bounded_exit=bounded_exit)
+    server = GatewayServer(
+        state, on_start=on_start, on_ready=announce, access_log=access_log, bounded_exit=bounded_exit
+    )
     server.run(sockets=[bound, *more])

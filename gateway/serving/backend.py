@@ -52,7 +52,8 @@ class Prepared:
     """A call that was admitted, paid for and decided on: all that it takes to start it.
 
     ``deadline``: as it was set; ``deadline_s``: what is left of it. ``seed``: the client's, or drawn. ``request_id``:
-    by what the client knows the request. ``settle`` keeps the report of what was done.
+    by what the client knows the request. ``settle`` keeps the report of what was done, and the seconds of an engine
+    that this saved.
     """
 
     call: Call
@@ -68,7 +69,7 @@ class Prepared:
     ticket: Ticket
     record: RequestRecord
     telemetry: Telemetry
-    settle: Callable[[DecodingReport | RemoteReport], None]
+    settle: Callable[[DecodingReport | RemoteReport, float], None]
 
 
 class Running(Protocol):

@@ -16,6 +16,7 @@ from gateway.version import package_version
 from policy.decision import Decision, decide
 from policy.records import DecisionLog, DecisionRecord
 from policy.runtime import PolicyRuntime
+from policy.savings import TenantSavings
 from policy.spec import BUILT_IN_CLASSES, RequestFacts
 from policy.stabiliser import Held, HeldKey, stabilise
 from policy.statistics.aggregate import Statistics
@@ -48,6 +49,7 @@ class Controller:
         # Never the same twice: a replica's registers in the store are its own for ever.
         self.statistics = Statistics(replica or uuid.uuid4().hex)
         self.decisions = DecisionLog()
+        self.savings = TenantSavings()
         self.events = EventBook(wall_clock)
         self.background = Background(
             policy, self.statistics, self.events, self._forget_shapes, self.decision_on, open_store, clock, wall_clock
@@ -109,6 +111,12 @@ class Controller:
         if record is None:
             return None
         return {"replica": self.statistics.replica, "version": package_version(), **record.as_dict()}
+
+    def finish(self, answer_id: str, facts: RequestFacts, report: Any, saved_s: float) -> None:
+        """What a request's answer came to, and the engine time that speculation saved in it."""
+        self.decisions.finish(answer_id, report)
+        if saved_s:
+            self.savings.add(facts.class_name, facts.tenant, saved_s)
 
     def _forget_shapes(self) -> None:
         """Held shapes belong to a version of the policy, and to rules of it."""

@@ -185,7 +185,8 @@ class EngineAnswer:
             yield index, chunk
 
     def _settle(self, results: Sequence[ChoiceResult]) -> None:
-        self._prepared.settle(decoding_report(self._answer.plan, results))
+        saved_s = sum(each.stats.saved_s for each in results if each.stats is not None)
+        self._prepared.settle(decoding_report(self._answer.plan, results), saved_s)
         note_results(self._prepared.record, results)
 
 

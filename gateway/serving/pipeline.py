@@ -161,7 +161,7 @@ class Attempt:
             ticket=ticket,
             record=record,
             telemetry=gateway.telemetry,
-            settle=lambda report: controller.decisions.finish(answer_id, report),
+            settle=lambda report, saved_s: controller.finish(answer_id, decided.facts, report, saved_s),
         )
         kept = DecisionRecord(
             answer_id,

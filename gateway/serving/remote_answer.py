@@ -163,7 +163,7 @@ class RemoteAnswer:
 
     def _settle(self, report: RemoteReport) -> None:
         self._prepared.record.deadline_cut = self._cut.hit
-        self._prepared.settle(report)
+        self._prepared.settle(report, 0.0)
         self._prepared.record.completed = True
 
     def _pay_for_the_prompt(self) -> None:

@@ -143,10 +143,11 @@ class ModelList(Struct):
 
 
 class Health(Struct):
-    """``degraded``: what is not as it should be, in words, while requests are answered all the same. ``heads_stale``:
-    the models whose heads were trained for another backbone."""
+    """``degraded``: what is not as it should be, in words, while requests are answered all the same; or, while
+    ``status`` is "starting", what is being done. ``heads_stale``: the models whose heads were trained for another
+    backbone."""
 
-    status: Annotated[Literal["ok", "degraded"], Meta(examples=["ok"])]
+    status: Annotated[Literal["ok", "degraded", "starting"], Meta(examples=["ok"])]
     degraded: list[str] = []
     heads_stale: list[str] = []
 

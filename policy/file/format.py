@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree
-from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Number, OneOf, Share, Tree
+from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Name, Number, OneOf, Share, Tree
 from policy.config.parts import (
     LABEL,
     PATTERN,
@@ -34,6 +34,7 @@ from policy.spec import (
     FORMAT_VERSION,
     Bounds,
     Conditions,
+    Cost,
     FallbackSettings,
     PolicySpec,
     Range,
@@ -106,7 +107,13 @@ _RULE = Block(
 )
 MAX_MERGED = 20_000
 """Merging takes its time: as many as there may be blocks and lists in a file."""
-_TOP = ("version", "defaults", "classes", "rules", "alerts", "alert_labels", "runbooks", "receivers")
+_COST = Block(
+    {"per_gpu_hour": Number(0, 1_000_000), "currency": Name(r"[A-Za-z]{1,8}", "a currency of letters, such as USD")},
+    "a price",
+    required=("per_gpu_hour",),
+    about="What an hour of an engine's device costs: to tell what speculation saves.",
+)
+_TOP = ("version", "defaults", "classes", "rules", "alerts", "alert_labels", "runbooks", "receivers", "cost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,7 @@ class _Document:
     receivers: Mapping[str, Part]
     alert_labels: tuple[tuple[str, str], ...]
     runbooks: str | None
+    cost: Mapping[str, Any] | None = None
 
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
@@ -152,6 +160,7 @@ def json_schema() -> dict[str, Any]:
             "alert_labels": LABELS.schema(),
             "runbooks": RUNBOOKS.schema(),
             "receivers": {**named, "additionalProperties": RECEIVER.schema()},
+            "cost": _COST.schema(),
         },
     }
 
@@ -173,6 +182,7 @@ def _read(source: Source, root: yaml.Node) -> _Document:
         receivers=read_named(source, RECEIVER, nodes.get("receivers"), "receivers", "receivers by name"),
         alert_labels=() if labels is None else LABELS.read(source, labels, "alert_labels") or (),
         runbooks=None if runbooks is None else RUNBOOKS.read(source, runbooks, "runbooks"),
+        cost=_COST.read(source, nodes["cost"], "cost") if "cost" in nodes else None,
     )
 
 
@@ -199,6 +209,7 @@ def _assemble(source: Source, document: _Document, version: str) -> PolicySpec:
         _settings(source, document, tuple(rules.values())),
         frozenset(document.classes),
         document.runbooks,
+        Cost(**document.cost) if document.cost and "per_gpu_hour" in document.cost else None,
     )
 
 

@@ -13,17 +13,23 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from policy.limits.budgets import Budgets, Spent, Window, exceeded, renews_in_ms, shown, spend
+
 UNIT = 60_000
 """Levels are counted in this part of a request or token: a bucket of N a minute then gains N a millisecond, exactly."""
 MOST_PER_MINUTE = 1_000_000_000
 """Keeps levels within the integers that a double, and so a Lua script, can hold."""
 STANDING_HEADERS = tuple(
-    f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+    f"x-ratelimit-{what}-{kind}"
+    for kind in ("requests", "tokens", "tokens-per-day", "tokens-per-month")
+    for what in ("limit", "remaining", "reset")
 )
 STREAM_RETRY_S = 1.0
 """When a stream will end is not known; clients may ask again after this long."""
 
-Dimension = Literal["requests", "tokens", "streams"]
+_UNUSED = Budgets()
+
+Dimension = Literal["requests", "tokens", "streams", "day", "month"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,16 @@ class KeyLimits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_streams: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+
+    @property
+    def has_budgets(self) -> bool:
+        return self.tokens_per_day is not None or self.tokens_per_month is not None
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.tokens_per_minute is not None or self.has_budgets
 
     @property
     def any(self) -> bool:
@@ -62,7 +78,7 @@ class Buckets:
 class Standing:
     """How a request for admission went, and what is left after it. ``streams``: those that run, itself included.
 
-    ``since`` is for giving back what was taken.
+    ``since``, and the windows of ``budgets``, are for giving back what was taken.
     """
 
     granted: bool
@@ -70,6 +86,7 @@ class Standing:
     tokens: int | None
     streams: int
     since: Since = (0, 0)
+    budgets: Budgets = _UNUSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +120,22 @@ def refilled(before: Buckets | None, limits: KeyLimits, now_ms: int) -> Buckets:
     return Buckets(requests, tokens, at_ms, KeyLimits(rpm, tpm), (requests_since, tokens_since))
 
 
-def admit(buckets: Buckets, limits: KeyLimits, tokens: int, streams: int) -> tuple[Buckets, Standing]:
-    """Take one request and ``tokens`` if all limits allow it, else nothing. ``streams``: those that run already."""
+def admit(
+    buckets: Buckets, limits: KeyLimits, tokens: int, streams: int, budgets: Budgets = _UNUSED
+) -> tuple[Buckets, Standing]:
+    """Take one request and ``tokens`` if all limits allow it, else nothing. ``streams``: those that run already.
+
+    What is used of the budgets then is in the standing; both it and ``budgets`` are of now.
+    """
     by_requests, by_tokens = limits.requests_per_minute is not None, limits.tokens_per_minute is not None
     fits = (
         (limits.concurrent_streams is None or streams < limits.concurrent_streams)
         and (not by_requests or buckets.requests is None or buckets.requests >= UNIT)
         and (not by_tokens or buckets.tokens is None or buckets.tokens >= tokens * UNIT)
+        and not exceeded(budgets, limits, tokens)
     )
     if fits:
+        budgets = spend(budgets, limits, tokens)
         buckets = _changed(buckets, -1 if by_requests else 0, -tokens if by_tokens else 0)
     return buckets, Standing(
         fits,
@@ -119,6 +143,7 @@ def admit(buckets: Buckets, limits: KeyLimits, tokens: int, streams: int) -> tup
         buckets.tokens if by_tokens else None,
         streams + fits,
         buckets.since,
+        shown(budgets, limits),
     )
 
 
@@ -144,6 +169,8 @@ def give_back(
         requests = min(requests, 0)
     if limits.tokens_per_minute != old.tokens_per_minute or (since is not None and since[1] != buckets.since[1]):
         tokens = min(tokens, 0)
+    if limits.tokens_per_minute is None:  # they were taken from budgets alone
+        tokens = 0
     changed = _changed(buckets, requests, tokens)
     return replace(
         changed,
@@ -163,9 +190,13 @@ def refusal(limits: KeyLimits, standing: Standing, tokens: int) -> Refusal | Non
         waits["tokens"] = _ms_until(tokens * UNIT, standing.tokens, limits.tokens_per_minute) / 1000
     if limits.concurrent_streams is not None and standing.streams >= limits.concurrent_streams:
         waits["streams"] = STREAM_RETRY_S
+    budgets = exceeded(standing.budgets, limits, tokens)
+    waits |= budgets
     if not waits:
         return Refusal("requests", STREAM_RETRY_S)
-    return Refusal(next(iter(waits)), max(waits.values()))
+    # A budget says more than a limit that will be there again in a minute.
+    first = max(budgets, key=budgets.__getitem__) if budgets else next(iter(waits))
+    return Refusal(first, max(waits.values()))
 
 
 def next_request_s(limits: KeyLimits, standing: Standing) -> float:
@@ -186,6 +217,16 @@ def describe(limits: KeyLimits, standing: Standing) -> dict[str, str]:
             found[f"x-ratelimit-limit-{name}"] = str(limit)
             found[f"x-ratelimit-remaining-{name}"] = str(max(level // UNIT, 0))
             found[f"x-ratelimit-reset-{name}"] = duration(_ms_until(limit * UNIT, level, limit))
+    budgets = standing.budgets
+    by_window: tuple[tuple[Window, Spent, int | None], ...] = (
+        ("day", budgets.day, limits.tokens_per_day),
+        ("month", budgets.month, limits.tokens_per_month),
+    )
+    for window, spent, limit in by_window:
+        if limit is not None:
+            found[f"x-ratelimit-limit-tokens-per-{window}"] = str(limit)
+            found[f"x-ratelimit-remaining-tokens-per-{window}"] = str(max(limit - spent.tokens, 0))
+            found[f"x-ratelimit-reset-tokens-per-{window}"] = duration(renews_in_ms(budgets, window))
     return found
 
 

@@ -2,7 +2,8 @@
 
 Orders of all requests leave through one outbox, in order, as many in a round trip as have gathered; so a request's
 settlement never overtakes its admission. An admission that is not answered within :data:`TIMEOUT_S` is decided here,
-and so are those that follow, until Redis answers in time again. A replica then grants at most a bucket of its own.
+and so are those that follow, until Redis answers in time again. A replica then grants at most a bucket of its own; what
+was used of a budget is told to Redis when it is back.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from policy.limits.arithmetic import (
     refilled,
     refusal,
 )
+from policy.limits.budgets import Budgets, Windows, higher, spend, unspend
+from policy.limits.budgets import at as budgets_at
 from policy.limits.redis_buckets import LEASE_MS, LimitsUnavailable, Order, RedisLimits
 from policy.shared.redis_client import RedisTarget
 
@@ -46,29 +49,40 @@ _MOST_OWED = 100_000
 
 
 class LocalLimits:
-    """The same limits for this process alone. ``clock`` in seconds."""
+    """The same limits for this process alone. ``clock`` (monotonic) and ``wall_clock`` in seconds."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], wall_clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._wall_clock = clock, wall_clock
         self._buckets: dict[str, Buckets] = {}
+        self._budgets: dict[str, Budgets] = {}
 
     def admit(self, key: str, limits: KeyLimits, tokens: int, streams: int) -> Standing:
         buckets = refilled(self._buckets.get(key), limits, self._now())
-        self._buckets[key], standing = admit(buckets, limits, tokens, streams)
+        budgets = self._budgets_of(key, limits)
+        self._buckets[key], standing = admit(buckets, limits, tokens, streams, budgets)
+        self._budgets[key] = spend(budgets, limits, tokens) if standing.granted else budgets
         return standing
 
-    def give_back(self, key: str, limits: KeyLimits, tokens: int, requests: int, since: Since) -> None:
+    def give_back(
+        self, key: str, limits: KeyLimits, tokens: int, requests: int, since: Since, windows: Windows
+    ) -> None:
         # By no limits: those of an old admission are not to be counted by.
         buckets = refilled(self._buckets.get(key), KeyLimits(), self._now())
         self._buckets[key] = give_back(buckets, limits, tokens, requests, since)
+        self._budgets[key] = unspend(self._budgets.get(key, Budgets()), limits, tokens, windows)
 
-    def since(self, key: str) -> Since:
-        return self._buckets[key].since
+    def marks(self, key: str) -> tuple[Since, Windows]:
+        """For giving back what was taken just now."""
+        return self._buckets[key].since, self._budgets[key].windows()
 
     def note(self, key: str, limits: KeyLimits, standing: Standing) -> None:
         """What Redis says is left. Kept so that no outage, nor the tenth in a row, begins with full buckets."""
         buckets = refilled(self._buckets.get(key), limits, self._now())
         self._buckets[key] = lower(buckets, Buckets(standing.requests, standing.tokens, buckets.at_ms))
+        self._budgets[key] = higher(self._budgets_of(key, limits), standing.budgets)
+
+    def _budgets_of(self, key: str, limits: KeyLimits) -> Budgets:
+        return budgets_at(self._budgets.get(key, Budgets()), limits, int(self._wall_clock() * 1000))
 
     def _now(self) -> int:
         return int(self._clock() * 1000)
@@ -86,6 +100,7 @@ class Grant:
     tokens: int = 0
     local: bool = False
     local_since: Since = (0, 0)
+    local_windows: Windows = (0, 0)
     _open: bool = True
 
     def settle(self, used_tokens: int) -> None:
@@ -127,13 +142,14 @@ class Limiter:
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._clock = clock
         self._new_id = new_id
         self._timeout_s = timeout_s
-        self._local = LocalLimits(clock)
+        self._local = LocalLimits(clock, wall_clock)
         self._open: dict[str, set[str]] = {}
         self._closed: dict[str, tuple[float, KeyLimits, Standing]] = {}
         """Keys out of requests: until when, by which limits, and their standing at the time."""
@@ -199,7 +215,7 @@ class Limiter:
                 self._closed[key] = self._clock() + wait_s, limits, standing
             return refused, standing
         self._open.setdefault(key, set()).add(lease)
-        return Grant(limits, standing, self._settle, key, lease, tokens, local, self._local.since(key))
+        return Grant(limits, standing, self._settle, key, lease, tokens, local, *self._local.marks(key))
 
     async def _ask(self, order: Order) -> Standing | None:
         """None: Redis can't be asked, or has not answered. In the second case the order is taken back."""
@@ -237,12 +253,15 @@ class Limiter:
 
     def _settle(self, grant: Grant, used_tokens: int, cancelled: bool) -> None:
         limits = grant.limits
-        tokens = 0 if limits.tokens_per_minute is None else grant.tokens - used_tokens
+        tokens = grant.tokens - used_tokens if limits.counts_tokens else 0
         requests = int(cancelled)
-        self._local.give_back(grant.key, limits, tokens, requests, grant.local_since)
+        self._local.give_back(grant.key, limits, tokens, requests, grant.local_since, grant.local_windows)
         if grant.local:
             # Redis may know of the stream from a renewal, but not of anything that it took.
             tokens = requests = 0
+            if self._remote is not None and limits.has_budgets and used_tokens > 0:
+                windows = grant.local_windows
+                self._post(_Letter(Order("owe", grant.key, limits, [grant.lease], -used_tokens, windows=windows)))
         if cancelled:  # there is a request in the bucket again
             self._closed.pop(grant.key, None)
         leases = self._open.get(grant.key, set())
@@ -251,8 +270,9 @@ class Limiter:
             if not leases:
                 del self._open[grant.key]
             if self._remote is not None:
-                since = grant.standing.since
-                self._post(_Letter(Order("settle", grant.key, limits, [grant.lease], tokens, requests, since)))
+                since, windows = grant.standing.since, grant.standing.budgets.windows()
+                order = Order("settle", grant.key, limits, [grant.lease], tokens, requests, since, windows)
+                self._post(_Letter(order))
 
     def _post(self, letter: _Letter) -> None:
         self._outbox.append(letter)
@@ -321,8 +341,8 @@ class Limiter:
         for letter in letters:
             if letter.answer is not None and not letter.answer.done():
                 letter.answer.set_exception(error)
-        # A settlement may be repeated: it counts only as long as its lease is there.
-        self._outbox[:0] = [letter for letter in letters if letter.order.what == "settle"]
+        # A settlement may be repeated: it counts only as long as its lease is there; what is owed counts once.
+        self._outbox[:0] = [letter for letter in letters if letter.order.what in ("settle", "owe")]
 
     def _note_away(self, error: str) -> None:
         if self.health.ok:

@@ -90,10 +90,11 @@ def test_a_start_within_the_probes_patience_is_no_failed_rollout(case: str) -> N
 
 
 def test_an_upstream_that_is_away_restarts_nothing() -> None:
-    """/readyz is 503 without a required upstream; only readiness may ask it."""
+    """/readyz is 503 without a required upstream; only readiness may ask it. /healthz is 200 while the model is loaded:
+    a load that hangs is for the startup probe to find."""
     gateway = render(CASES["backends"]).gateway
     paths = {kind: gateway[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
-    assert paths == {"startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz"}
+    assert paths == {"startup": "/startupz", "liveness": "/healthz", "readiness": "/readyz"}
 
 
 # Ports.

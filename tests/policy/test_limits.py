@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from policy.limits.arithmetic import (
     UNIT,
     Buckets,
     KeyLimits,
-    Since,
     Standing,
     admit,
     describe,
@@ -24,6 +23,15 @@ from policy.limits.arithmetic import (
     refilled,
     refusal,
 )
+from policy.limits.budgets import (
+    BACKWARDS_MS,
+    DAY_MS,
+    Budgets,
+    day_start,
+    spend,
+    unspend,
+)
+from policy.limits.budgets import at as budgets_at
 from policy.limits.limiter import Grant, Limiter
 from policy.limits.redis_buckets import LEASE_MS, LimitsUnavailable, Order, RedisLimits
 from policy.shared.redis_client import connect, parse_redis_url
@@ -31,15 +39,24 @@ from tests.policy.test_policy_store import ValkeyProcess
 
 PATIENCE_S = 30.0
 PER_MINUTE = st.none() | st.integers(1, 200) | st.just(1_000_000_000)
-LIMITS = st.builds(KeyLimits, PER_MINUTE, PER_MINUTE, st.none() | st.integers(1, 4))
+BUDGET = st.none() | st.none() | st.integers(1, 2_000)
+BY_THE_MINUTE = st.builds(KeyLimits, PER_MINUTE, PER_MINUTE, st.none() | st.integers(1, 4))
+LIMITS = st.builds(KeyLimits, PER_MINUTE, PER_MINUTE, st.none() | st.integers(1, 4), BUDGET, BUDGET)
 LIMITED = LIMITS.filter(lambda limits: limits.any)
+WAITS = st.integers(0, 70_000) | st.integers(0, 40 * DAY_MS) | st.integers(-2 * BACKWARDS_MS, 0)
+"""Minutes, as limits by the minute need them; days, as budgets do; and clocks that are set back."""
 STEPS = st.lists(
     st.tuples(st.integers(0, 70_000), st.sampled_from(["admit", "settle", "renew", "edit"]), st.integers(0, 300)),
     max_size=25,
 )
+LONG_STEPS = st.lists(
+    st.tuples(WAITS, st.sampled_from(["admit", "admit", "settle", "renew", "edit"]), st.integers(0, 300)), max_size=25
+)
+MOMENTS = st.integers(1_000_000, 4_102_444_800_000)
+"""Milliseconds, until 2100."""
 
 
-@given(LIMITS, STEPS)
+@given(BY_THE_MINUTE, STEPS)
 def test_no_window_holds_more_than_the_limit_and_nothing_is_refused_that_fits(limits: KeyLimits, steps: Any) -> None:
     """Against an account kept in fractions: what was taken never passes capacity plus refill, refusals are deserved."""
     now, buckets = 0, refilled(None, limits, 0)
@@ -115,31 +132,39 @@ async def shared(server: ValkeyProcess) -> AsyncIterator[RedisLimits]:
 def test_lua_and_python_agree(server: ValkeyProcess) -> None:
     """Any sequence of calls, with the same clock: the same grants and the same levels, to the last unit."""
 
-    async def both(edits: list[KeyLimits], steps: Any, name: str) -> None:
+    async def both(edits: list[KeyLimits], began: int, steps: Any, name: str) -> None:
         remote = RedisLimits(parse_redis_url(server.url))
-        limits, now, buckets, leases = edits[0], 1_000_000, None, dict[str, int]()
-        admitted: dict[str, tuple[KeyLimits, Since]] = {}
+        limits, now, buckets, leases = edits[0], began, None, dict[str, int]()
+        budgets = Budgets()
+        admitted: dict[str, tuple[KeyLimits, Standing]] = {}
         try:
             for number, (wait, what, tokens) in enumerate(steps):
                 now += wait
                 remote.now_ms = now
                 if what == "admit":
                     leases = {lease: until for lease, until in leases.items() if until > now}
-                    buckets, expected = admit(refilled(buckets, limits, now), limits, tokens, len(leases))
+                    before, buckets = buckets, refilled(buckets, limits, now)
+                    budgets = budgets_at(budgets, limits, now)
+                    buckets, expected = admit(buckets, limits, tokens, len(leases), budgets)
+                    if before is not None and not expected.granted and before.since == buckets.since:
+                        buckets = before  # a refusal writes nothing, which tells when the clock is set back
                     if expected.granted:
                         leases[str(number)] = now + LEASE_MS
-                        admitted[str(number)] = limits, expected.since
+                        admitted[str(number)] = limits, expected
+                        budgets = spend(budgets, limits, tokens)
                     [found] = await remote.run([Order("admit", name, limits, [str(number)], tokens, 1)])
                     assert found == expected
                 elif what == "edit":
                     limits = edits[tokens % len(edits)]
                 elif what == "settle" and leases:
                     lease = next(iter(leases))
-                    by, since = admitted[lease]
-                    known = since if tokens % 2 else None
+                    by, standing = admitted[lease]
+                    known = standing.since if tokens % 2 else None
+                    windows = standing.budgets.windows()
                     # The same lease twice: the second time is for nothing.
-                    await remote.run([Order("settle", name, by, [lease], 100 - tokens, 1, known)] * 2)
+                    await remote.run([Order("settle", name, by, [lease], 100 - tokens, 1, known, windows)] * 2)
                     buckets = give_back(refilled(buckets, KeyLimits(), now), by, 100 - tokens, 1, known)
+                    budgets = unspend(budgets, by, 100 - tokens, windows)
                     del leases[lease]
                 elif what == "renew":
                     leases = {lease: until for lease, until in leases.items() if until > now}
@@ -151,10 +176,11 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
 
     count = iter(range(10**6))
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.lists(LIMITED, min_size=1, max_size=3), STEPS)
-    def run(edits: list[KeyLimits], steps: Any) -> None:
-        asyncio.run(both(edits, steps, f"k{next(count)}"))
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(LIMITED, min_size=1, max_size=3), MOMENTS, LONG_STEPS)
+    @example([KeyLimits(tokens_per_day=300)], 40 * DAY_MS + 1, [(0, "admit", 100), (-2, "admit", 100)])
+    def run(edits: list[KeyLimits], began: int, steps: Any) -> None:
+        asyncio.run(both(edits, began, steps, f"k{next(count)}"))
 
     run()
 
@@ -217,13 +243,16 @@ async def test_two_limiters_share_one_budget_under_a_race(server: ValkeyProcess,
 
 
 SMALL = st.none() | st.integers(1, 6) | st.integers(100, 600)
+BUDGETS = st.none() | st.none() | st.integers(1, 40)
 EDITS = st.lists(
-    st.builds(KeyLimits, SMALL, SMALL, st.none() | st.integers(1, 4)).filter(lambda limits: limits.any),
+    st.builds(KeyLimits, SMALL, SMALL, st.none() | st.integers(1, 4), BUDGETS, BUDGETS).filter(
+        lambda limits: limits.any
+    ),
     min_size=1,
     max_size=3,
 )
 WHAT = st.sampled_from(["admit", "admit", "settle", "cancel", "edit"])
-LIVES = st.lists(st.tuples(st.sampled_from([0, 0, 1, 8, 480]), WHAT, st.integers(0, 9)), max_size=40)
+LIVES = st.lists(st.tuples(st.sampled_from([0, 0, 1, 8, 480, 86_400 * 8]), WHAT, st.integers(0, 9)), max_size=40)
 """(eighths of a second to wait, what to do, a number for it): exact in floating point."""
 
 
@@ -267,6 +296,9 @@ async def live(limiter: Limiter, edits: list[KeyLimits], steps: Any, now: list[f
             )
             if isinstance(outcome, Grant):
                 grants.append((outcome, requests.take(1, now[0]), tokens.take(number, now[0])))
+                if limits.tokens_per_day is not None:
+                    assert outcome.standing.budgets.day.tokens <= limits.tokens_per_day
+                    assert outcome.standing.budgets.day.start_ms == day_start(round(now[0] * 1000))
                 told[-1] = told[-1][0], outcome.standing
             assert told[-1][0] is False or not isinstance(outcome, Grant), "what is refused early, would be anyway"
         elif what == "edit":
@@ -304,9 +336,9 @@ def test_redis_and_memory_agree_and_no_edit_lets_more_in(server: ValkeyProcess) 
 
     async def both(edits: list[KeyLimits], steps: Any, key: str) -> None:
         now = [1000.0]
-        here = await live(Limiter(clock=lambda: now[0]), edits, steps, now, key)
+        here = await live(Limiter(clock=lambda: now[0], wall_clock=lambda: now[0]), edits, steps, now, key)
         now = [1000.0]
-        shared = Limiter(clock=lambda: now[0], timeout_s=PATIENCE_S)
+        shared = Limiter(clock=lambda: now[0], wall_clock=lambda: now[0], timeout_s=PATIENCE_S)
         await shared.start(parse_redis_url(server.url))
         assert shared._remote is not None
         shared._remote._lease_ms = 10**9

@@ -159,6 +159,7 @@ class FakeHandle:
                     accepted_draft_tokens=max(chunk.num_tokens - steps, 0),
                     emitted_tokens=chunk.num_tokens,
                     speedup_estimate=1.0 + 0.5 * (per_step - 1),
+                    saved_s=0.01 * (chunk.num_tokens - steps),
                     acceptance=request.plan.acceptance,
                     admitted_at=self._started,
                     first_token_at=first_token_at,

@@ -10,6 +10,7 @@ import pytest
 from backends.types import DecodeCounters, StepSample
 from policy.config.watched_file import FileStatus, Rejection
 from policy.file.format import parse_policy
+from policy.spec import Cost
 from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey
 from policy.statistics.syncing import StoreHealth
@@ -157,6 +158,7 @@ def test_the_rest_is_told_as_it_is(bench: Bench, ok: bool, expected: float) -> N
     assert figures["medusa_engine_up"] == {ENGINE: 1}
     assert figures["medusa_heads_stale"] == {ENGINE: 0}
     assert figures["medusa_kv_pages_limit"] == {ENGINE: 64}
+    assert figures["medusa_kv_use_ratio"][ENGINE] == figures["medusa_kv_pages_used"][ENGINE] / 64
 
 
 def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> None:
@@ -164,7 +166,10 @@ def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> N
     bench.count(arm="control", control_vanilla_us=1000, control_measured_us=1200)
     bench.steps.add(ENGINE[1], [StepSample("verification", 40, 0.03, 0.02)], bench.now)
     figures: Mapping[str, Any] = bench.figures(
-        store=StoreHealth("redis", ok=True), alerts={("a", "info", *CODE): 0}, standing=STANDING
+        store=StoreHealth("redis", ok=True),
+        alerts={("a", "info", *CODE): 0},
+        standing=STANDING,
+        cost=Cost(2.5),
     )
     histograms = {name for name, metric in BY_NAME.items() if metric.kind == "histogram"}
     assert set(figures) == set(BY_NAME) - histograms - set(OF_REQUESTS)

@@ -123,7 +123,7 @@ def test_every_route_but_health_needs_a_key(gateway: LiveGateway) -> None:
     ]
     assert len(routes) > 10
     open_routes = {path for method, path in routes if gateway.http.request(method, path).status_code != 401}
-    assert open_routes == {"/health", "/healthz", "/readyz"}
+    assert open_routes == {"/health", "/healthz", "/readyz", "/startupz"}
 
 
 def test_every_route_is_in_the_document_with_what_it_needs(gateway: LiveGateway) -> None:
@@ -179,6 +179,25 @@ def test_a_key_out_of_requests_is_refused_before_anything_is_tokenised(
     assert "limit of 2 requests per minute" in error_of(again)["message"]
     assert 1 <= int(again.headers["retry-after"]) <= 30
     assert again.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+def test_a_budget_that_is_spent_is_named_with_its_renewal(tmp_path: Path) -> None:
+    key = new_key()
+    path = tmp_path / "keys.yaml"
+    write_keys(path, entry("daily", key, limits={"tokens_per_day": 100, "tokens_per_month": 1_000_000}))
+    with keyed_gateway(path) as live:
+        first = live.http.post(CHAT, json=chat(max_tokens=40), headers=bearer(key))
+        used = first.json()["usage"]["total_tokens"]
+        assert first.headers["x-ratelimit-limit-tokens-per-day"] == "100"
+        refused = live.http.post(CHAT, json=chat(max_tokens=99 - used), headers=bearer(key))
+        never = live.http.post(CHAT, json=chat(max_tokens=200), headers=bearer(key))
+    assert (refused.status_code, error_of(refused)["code"]) == (429, "insufficient_quota")
+    assert f"has used {used} of its budget of 100 tokens per day" in error_of(refused)["message"]
+    assert re.search(r"The budget renews at \d{4}-\d\d-\d\dT00:00:00Z\.$", error_of(refused)["message"])
+    assert 0 < int(refused.headers["retry-after"]) <= 86_400
+    assert refused.headers["x-should-retry"] == "false", "clients that try again by themselves would do so in vain"
+    assert int(refused.headers["x-ratelimit-remaining-tokens-per-day"]) == 100 - used
+    assert "its API key has 100 a day" in error_of(never)["message"]
 
 
 def test_tokens_are_reserved_and_settled(gateway: LiveGateway) -> None:
@@ -515,7 +534,7 @@ def test_few_are_explained_at_a_time_beside_the_answers() -> None:
         ("version: 1\nkeys: [{name: a, hash: H, expires: tomorrow}]", "expected a date"),
         ("version: 1\nkeys: [{name: a, hash: H, expires: '2027-01-01T00:00:00'}]", "expected a date"),
         ("version: 1\nkeys: [{name: a, hash: H, limits: {tokens_per_minute: 0}}]", "from 1 to"),
-        ("version: 1\nkeys: [{name: a, hash: H, limits: {tokens: 1}}]", "unknown field; use one of"),
+        ("version: 1\nkeys: [{name: a, hash: H, limits: {tokens: 1}}]", "did you mean 'tokens_per_day'"),
         ("version: 1\nkeys: [{name: a, hash: H}, {name: b, hash: H}]", "is that of keys[0] too"),
         ("version: 1\nkeys: [{name: a, hash: H}, {name: a, hash: G}]", "keys[1].name: is that of keys[0] too"),
         ("version: 1\nkeys: &a [*a]", "keys"),

@@ -1,0 +1,59 @@
+"""The judge of the soak: one that can't see faults proves nothing. The soak itself takes a minute: ``make soak``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.drills.soak import KINDS, Fault, Outcome, Soak, excused, wrong_tokens
+
+
+@pytest.mark.parametrize(
+    ("found", "whole", "wrong"),
+    [
+        ("the answer", True, 0),
+        ("the ans", False, 0),
+        ("the ans", True, 3),
+        ("the answer, and more", False, 10),
+        ("thx answer", True, 1),
+        ("", True, 10),
+    ],
+)
+def test_what_is_wrong_is_counted(found: str, whole: bool, wrong: int) -> None:
+    assert wrong_tokens("the answer", found, whole=whole) == wrong
+
+
+def outcome(**more: Any) -> Outcome:
+    return Outcome(**{"kind": "short", "replica": "r0", "began": 10.0, "ended": 12.0, **more})
+
+
+@pytest.mark.parametrize(
+    ("fault", "excuses"),
+    [
+        (Fault("killed", ("r0",), 11.0, 20.0), True),
+        (Fault("killed", ("r1",), 11.0, 20.0), False),
+        (Fault("killed", ("r0",), 13.0, 20.0), False),
+        (Fault("killed", ("r0",), 5.0, 9.0), False),
+        (Fault("Redis away", (), 11.0, 20.0), False),
+        (Fault("hung", ("upstream",), 11.0), False),
+        (Fault("hung", ("short",), 11.0), True),
+    ],
+)
+def test_a_fault_excuses_what_it_hit_while_it_lasted(fault: Fault, excuses: bool) -> None:
+    assert excused(outcome(problem="status 503"), [fault]) == excuses
+
+
+def test_each_broken_promise_is_told() -> None:
+    nothing: Any = None
+    soak = Soak(nothing, [], nothing, nothing, nothing, 60.0, 1.0)
+    soak.outcomes = [outcome(), outcome(wrong=2), outcome(problem="status 500")]
+    soak.broken = ["r0 still holds pages"]
+    report = soak._report()
+    assert [row["kind"] for row in report["rows"]] == list(KINDS)
+    assert report["causes"] == {"status 500 (NOT excused)": 1}
+    assert report["broken_promises"] == [
+        "r0 still holds pages",
+        "2 characters wrong in requests of kind 'short'",
+        "1 requests of kind 'short' failed for no fault",
+    ]
