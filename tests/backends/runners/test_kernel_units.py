@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
+from backends.runners.cpu_cores import asked_variant
 from backends.runners.native import bindings as lib
 from backends.runners.native.packing import pack, pack_int8
 from tests.support.engine_helpers import native_or_skip
@@ -58,18 +59,18 @@ def units() -> lib.Kernels:
 
 @pytest.fixture(autouse=True, scope="module", params=list(lib.variant_flags()))
 def variant(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test of this module runs on every variant that the CPU can run."""
+    """Every test of this module runs on every variant that the CPU can run, or on the one that MEDUSA_CPU names."""
     global variant_in_use
     native_or_skip()
     runnable = lib.runnable_variants(ctypes.CDLL(str(lib.compiled(SOURCE))))
-    if request.param not in runnable:
-        pytest.skip(f"this CPU can't run {request.param}")
+    if request.param not in runnable or asked_variant() not in (None, request.param):
+        pytest.skip(f"this CPU can't run {request.param}, or another variant is asked for")
     variant_in_use = request.param
     yield
     variant_in_use = None
 
 
-@pytest.fixture(params=[1, 3])
+@pytest.fixture(params=[1, 3], ids=["threads1", "threads3"])
 def pool(request: pytest.FixtureRequest) -> Iterator[int]:
     made = units().mg_pool_new(request.param)
     yield made
@@ -86,7 +87,7 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 
 @every_dtype
-@pytest.mark.parametrize("rows", [1, 5, 7, 12, 13, 25, 97])
+@pytest.mark.parametrize("rows", [1, 5, 7, 13, 97])
 @pytest.mark.parametrize(("k_size", "n"), [(16, 16), (208, 112), (32, 16 * 131)])
 def test_linear(pool: int, dtype: torch.dtype, rows: int, k_size: int, n: int) -> None:
     """Rows lie farther apart than they are long, and stand between numbers that must not count."""

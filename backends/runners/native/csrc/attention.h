@@ -39,7 +39,7 @@ typedef struct {
     long head_size, page_size;  // elements of a page: of one KV head, of all
     const int32_t *pages;
     const T *k_pool, *v_pool;  // of this layer and KV head
-    int tail_pages[QUERY_ROWS];
+    int tail_pages[PROMPT_QUERY_ROWS];
     // Scratch.
     const T **segments;     // [full]
     float *scores, *out;    // [queries, width], [queries, head_dim]

@@ -10,8 +10,9 @@
 // MAX_DEPTH candidates: TAIL_PAGES pages of scratch.
 enum { MAX_RANKS = 32, MAX_DEPTH = 16, MAX_TAIL = LANES - 1 + MAX_DEPTH, TAIL_PAGES = 2 };
 
-// Query rows that attend together; rows whose sums a linear layer holds at a time.
-enum { QUERY_ROWS = 12, ROW_BLOCK = 96 };
+// Query rows that attend together: in steps of few rows, so that all threads have some; in prompts, as many as share
+// their keys. Rows whose sums a linear layer holds at a time.
+enum { QUERY_ROWS = 12, PROMPT_QUERY_ROWS = 48, PROMPT_ROWS = 64, ROW_BLOCK = 96 };
 
 // Lines of 64 bytes: in a block along K, a small part of a first cache; from one that is read to one that is asked for.
 enum { LINE_BLOCK = 64, LINES_AHEAD = 64 };

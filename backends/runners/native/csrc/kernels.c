@@ -157,7 +157,7 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads)
     const size_t rows = max_rows, q_size = (size_t)model->heads * model->head_dim;
     const size_t qkv_size = q_size + 2 * (size_t)model->kv_heads * model->head_dim;
     const int group = model->heads / model->kv_heads;
-    const size_t tile_rows = group >= QUERY_ROWS ? 1 : QUERY_ROWS / group, tile_m = tile_rows * group;
+    const size_t tile_rows = group >= PROMPT_QUERY_ROWS ? 1 : PROMPT_QUERY_ROWS / group, tile_m = tile_rows * group;
     const size_t width = (size_t)model->max_context + (1 + TAIL_PAGES) * LANES;
     ws->x_norm = aligned(rows * model->hidden * 4);
     ws->q = aligned(rows * q_size * 4);

@@ -158,7 +158,8 @@ static void NAME(forward)(mg_pool *pool, const mg_model *model, const mg_batch *
                           void *hidden_out) {
     // Rows of one sequence that share their full pages attend together.
     const int group = model->heads / model->kv_heads;
-    const int rows_per_tile = group >= QUERY_ROWS ? 1 : QUERY_ROWS / group;
+    const int most = batch->rows < PROMPT_ROWS ? QUERY_ROWS : PROMPT_QUERY_ROWS;
+    const int rows_per_tile = group >= most ? 1 : most / group;
     int n_tiles = 0;
     for (int row = 0; row < batch->rows; row++) {
         int32_t *last = ws->tiles + 2 * (n_tiles - 1);
