@@ -34,10 +34,10 @@ from backends.models.tokenizer import HfTokenizer
 from backends.runners.architectures import UnsupportedModel, refusal
 from backends.runners.base import ModelRunner
 from backends.runners.batch import PAGE_SIZE
-from backends.runners.cpu_cores import cpu_has_bf16
+from backends.runners.cpu_cores import torch_has_quick_bf16
 from backends.runners.hf import HfRunner
 from backends.runners.native.bindings import NativeUnavailable, load_library
-from backends.runners.native.runner import NativeRunner
+from backends.runners.native.runner import SUPPORTED, NativeRunner
 from backends.runners.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
 from backends.speculation.batch_gate import DraftGate
 from backends.types import ModelInfo
@@ -135,7 +135,7 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     from transformers.utils import logging as transformers_logging
 
     if options.model is not None and options.model.split(":")[0] == TINY_MODEL_NAME:
-        return _tiny_parts(options, _dtype(options.dtype, torch.device("cpu")))
+        return _tiny_parts(options, _dtype(options, torch.device("cpu"), "llama"))
     transformers_logging.disable_progress_bar()
     if options.model is None:
         with (stages or StartStages()).stage("demo model"):
@@ -144,12 +144,12 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
         folder = options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
     device = _device(options.device)
-    dtype = _dtype(options.dtype, device)
     settle_for_the_cache(folder)
     # Known before gigabytes of weights are loaded.
     config = AutoConfig.from_pretrained(folder)
     if reason := refusal(config, options.max_model_len):
         raise UnsupportedModel(reason)
+    dtype = _dtype(options, device, config.model_type)
     check_quantization(options.quantize, config, device, dtype)
     if checkpoint_method(config) is None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -317,10 +317,24 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" or cpu_has_bf16() else torch.float32
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+def _dtype(options: EngineOptions, device: torch.device, model_type: str) -> torch.dtype:
+    """Where weights in bfloat16 are read as fast as they can be: on a GPU, through the kernels, or where torch has
+    instructions for them."""
+    if options.dtype != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[options.dtype]
+    quick = device.type == "cuda" or _runs_in_kernels(options, model_type) or torch_has_quick_bf16()
+    return torch.bfloat16 if quick else torch.float32
+
+
+def _runs_in_kernels(options: EngineOptions, model_type: str) -> bool:
+    """As far as it is known before the weights are loaded."""
+    if options.runner == "transformers" or options.quantize is not None or model_type not in SUPPORTED:
+        return False
+    try:
+        load_library()
+    except NativeUnavailable:
+        return False
+    return True
 
 
 def _eos_token_ids(model: Any, tokenizer: HfTokenizer) -> frozenset[int]:

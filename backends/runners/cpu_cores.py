@@ -9,21 +9,14 @@ from pathlib import Path
 CPU_VARIABLE = "MEDUSA_CPU"
 
 
-def instruction_set() -> str:
-    """Either "native", or "avx2": what a CPU without AVX-512 would run, where ``MEDUSA_CPU=avx2`` asks for it.
-
-    Raises ValueError for any other wish.
-    """
+def asked_variant() -> str | None:
+    """The variant of the kernels that ``MEDUSA_CPU`` asks for; None: the best that the CPU can run."""
     asked = os.environ.get(CPU_VARIABLE) or "native"
-    if asked not in ("native", "avx2"):
-        raise ValueError(f'{CPU_VARIABLE} is {asked!r}; it can be "avx2" or "native" (or be left out)')
-    return asked
+    return None if asked == "native" else asked
 
 
-def cpu_has_bf16() -> bool:
-    """Whether kernels may use dot products of bfloat16 numbers here."""
-    if instruction_set() != "native":
-        return False
+def torch_has_quick_bf16() -> bool:
+    """Whether torch multiplies bfloat16 numbers on this CPU about as fast as float32 ones, or faster."""
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,9 +1,14 @@
-"""Compile the C kernels once per machine and bind them with ctypes (which releases the GIL during a call)."""
+"""Compile the C kernels once and bind the variant that suits this CPU with ctypes (which releases the GIL in a call).
+
+The library holds every variant of its architecture, so it runs on any machine of that: what the cache calls it depends
+on the source and the compiler only. Which variant is run is decided when it is loaded (``csrc/variants.c``).
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -13,16 +18,23 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
 from backends.runners.batch import PAGE_SIZE
-from backends.runners.cpu_cores import instruction_set
+from backends.runners.cpu_cores import CPU_VARIABLE, asked_variant
 from backends.tree import MAX_DEPTH, MAX_RANKS
 
+log = logging.getLogger(__name__)
+
+SOURCE_FOLDER = Path(__file__).parent / "csrc"
 SOURCES = (
     "kernels.c",
+    "variants.c",
+    "names.h",
     "checks.h",
     "sampling.h",
     "follow.h",
@@ -43,7 +55,17 @@ FLAGS = (
     "-fno-math-errno",
     "-Wno-psabi",
 )
-_TARGETS = {"native": "-march=native", "avx2": "-march=x86-64-v3"}
+_AVX2 = ("-mavx2", "-mfma")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl")
+# Compiler flags of each variant of an architecture, best first as in csrc/variants.c.
+_VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+        "avx512": _AVX512,
+        "avx2": _AVX2,
+    },
+}
+_VARIANTS["AMD64"] = _VARIANTS["x86_64"]
 # More flags, for a debugger or a sanitizer: MEDUSA_KERNEL_FLAGS="-g -DMG_CHECKED".
 _FLAGS_VARIABLE = "MEDUSA_KERNEL_FLAGS"
 
@@ -153,8 +175,8 @@ def our_layout() -> dict[tuple[str, str], tuple[int, int]]:
     return found
 
 
-def _kernels_layout(library: ctypes.CDLL) -> dict[tuple[str, str], tuple[int, int]]:
-    found, entries = {}, library.mg_layout()
+def _kernels_layout(kernels: Kernels) -> dict[tuple[str, str], tuple[int, int]]:
+    found, entries = {}, kernels.mg_layout()
     for entry in iter(lambda: entries[len(found)], None):
         if entry.structure is None:
             break
@@ -172,30 +194,71 @@ def layout_fault(ours: Layout, kernels: Layout) -> str | None:
     return None
 
 
+class Kernels:
+    """One variant of a bound library: its functions by the names that ``csrc/names.h`` knows.
+
+    ``build`` stands for the kernels' source, the compiler and the variant.
+    """
+
+    def __init__(self, library: ctypes.CDLL, variant: str) -> None:
+        self.library, self.variant = library, variant
+        self.build = f"{Path(library._name).stem}-{variant}"
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.library, f"{name}_{self.variant}")
+        setattr(self, name, found)
+        return found
+
+
 @cache
-def load_library() -> ctypes.CDLL:
-    """The bound kernels. Raises :class:`NativeUnavailable` where no compiler is, or ``MEDUSA_GATEWAY_NATIVE=0``."""
+def load_library() -> Kernels:
+    """The bound kernels. Raises :class:`NativeUnavailable` where no compiler is, none of their variants runs on this
+    CPU, or ``MEDUSA_GATEWAY_NATIVE=0``; ValueError where ``MEDUSA_CPU`` names a variant that can't be run here."""
     if os.environ.get("MEDUSA_GATEWAY_NATIVE", "1") == "0":
         raise NativeUnavailable("switched off by MEDUSA_GATEWAY_NATIVE=0")
-    return bind(compiled(Path(__file__).parent / "csrc" / SOURCES[0]))
+    return bind(compiled(SOURCE_FOLDER / SOURCES[0]))
 
 
-def build_name(library: ctypes.CDLL) -> str:
-    """Stands for the kernels' source, the compiler and the CPU's flags: the name of the compiled file has them all."""
-    return Path(library._name).stem
-
-
-def bind(path: Path) -> ctypes.CDLL:
-    """Loads compiled kernels. Raises :class:`NativeUnavailable` where that fails, and RuntimeError when they have other
-    structures than this module: then one of the two was changed alone."""
+def bind(path: Path, variant: str | None = None) -> Kernels:
+    """Loads compiled kernels; ``variant``: see :func:`chosen_variant`. Raises :class:`NativeUnavailable` where that
+    fails, and RuntimeError when they have other structures than this module: then one of the two was changed alone."""
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailable(f"the compiled kernels can't be loaded: {error}") from error
-    _declare(library)
-    if fault := layout_fault(our_layout(), _kernels_layout(library)):
+    kernels = Kernels(library, chosen_variant(variant or asked_variant(), runnable_variants(library)))
+    _declare(kernels)
+    if fault := layout_fault(our_layout(), _kernels_layout(kernels)):
         raise RuntimeError(f"backends/runners/native/bindings.py and the C sources disagree: {fault}")
-    return library
+    return kernels
+
+
+def variant_flags() -> Mapping[str, Sequence[str]]:
+    """The variants of this architecture, best first, with their compiler flags."""
+    return _VARIANTS.get(platform.machine(), {"generic": ()})
+
+
+def runnable_variants(library: ctypes.CDLL) -> list[str]:
+    """Those that the library holds and this CPU can run, best first."""
+    name_of = library.mg_variant
+    name_of.restype, name_of.argtypes = c_char_p, [c_int]
+    names = (name.decode() for name in iter(map(name_of, count()).__next__, None))
+    return [name for name in names if hasattr(library, f"mg_layout_{name}")]
+
+
+def chosen_variant(asked: str | None, runnable: Sequence[str]) -> str:
+    """The best of the ``runnable`` variants, or the one that is ``asked`` for.
+
+    Raises ValueError for an unknown variant or one that is not runnable, :class:`NativeUnavailable` where none is.
+    """
+    known = tuple(variant_flags())
+    if asked is not None and asked not in known:
+        raise ValueError(f'{CPU_VARIABLE} is {asked!r}; it can be {", ".join(known)} or "native" (or be left out)')
+    if not runnable:
+        raise NativeUnavailable(f"the kernels need a CPU with {' or '.join(known)} instructions; this one has none")
+    if asked is not None and asked not in runnable:
+        raise ValueError(f"{CPU_VARIABLE} is {asked!r}, which this CPU can't run; it can run {', '.join(runnable)}")
+    return asked or runnable[0]
 
 
 def _compiler() -> str:
@@ -205,19 +268,8 @@ def _compiler() -> str:
     raise NativeUnavailable("no C compiler found (looked for $CC, cc, gcc, clang)")
 
 
-def _cpu_identity() -> str:
-    """What ``-march=native`` depends on, so that a cache shared between machines never serves the wrong code."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return platform.machine() + line
-    except OSError:
-        pass
-    return platform.machine() + platform.processor() + platform.node()
-
-
 def flags() -> tuple[str, ...]:
-    return (*FLAGS, _TARGETS[instruction_set()], *shlex.split(os.environ.get(_FLAGS_VARIABLE, "")))
+    return (*FLAGS, *shlex.split(os.environ.get(_FLAGS_VARIABLE, "")))
 
 
 def compiled(source: Path, more_flags: Sequence[str] = ()) -> Path:
@@ -225,13 +277,13 @@ def compiled(source: Path, more_flags: Sequence[str] = ()) -> Path:
 
     Raises :class:`NativeUnavailable`.
     """
-    here = Path(__file__).parent / "csrc"
+    here = SOURCE_FOLDER
     compiler, every_flag = _compiler(), (*flags(), *more_flags)
     try:
         version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     except OSError as error:
         raise NativeUnavailable(f"the C compiler {compiler} can't be run: {error}") from error
-    digest = hashlib.sha256("\0".join([version, *every_flag, _cpu_identity()]).encode())
+    digest = hashlib.sha256("\0".join([version, *every_flag, platform.machine(), repr(variant_flags())]).encode())
     for path in (source, *(here / name for name in SOURCES)):
         digest.update(path.read_bytes())
     folder = Path(platformdirs.user_cache_dir("medusa-gateway")) / "native"
@@ -242,20 +294,39 @@ def compiled(source: Path, more_flags: Sequence[str] = ()) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / target.name
-            command = [compiler, *every_flag, "-shared", f"-I{here}", str(source), "-o", str(built), "-lm"]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode:
-                lines = result.stderr.strip().splitlines()
-                raise NativeUnavailable(f"{compiler} failed: {lines[0] if lines else 'no message'}")
+            _build([compiler, *every_flag, f"-I{here}"], source, here / "variants.c", built)
             built.replace(target)
     except OSError as error:
         raise NativeUnavailable(f"the kernels can't be built in {folder}: {error}") from error
     return target
 
 
-def _declare(library: ctypes.CDLL) -> None:
+def _build(compiler: Sequence[str], source: Path, variants: Path, target: Path) -> None:
+    """Compiles each variant, side by side, and links them. One that the compiler can't make, as an old one doesn't know
+    its instructions, is left out. Raises :class:`NativeUnavailable` where none can be made."""
+    running = {}
+    for name, more in variant_flags().items():
+        command = [*compiler, *more, f"-DMG_VARIANT={name}", "-c", str(source), "-o", f"{target}.{name}.o"]
+        running[name] = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    failed = {}
+    for name, process in running.items():
+        _, said = process.communicate()
+        if process.returncode:
+            failed[name] = f"{compiler[0]} failed: {(said.strip().splitlines() or ['no message'])[0]}"
+    if len(failed) == len(running):
+        raise NativeUnavailable(next(iter(failed.values())))
+    for name, reason in failed.items():
+        log.warning("the kernels have no variant %s: %s", name, reason)
+    objects = [f"{target}.{name}.o" for name in running.keys() - failed.keys()]
+    command = [*compiler, "-shared", str(variants), *sorted(objects), "-o", str(target), "-lm"]
+    linked = subprocess.run(command, capture_output=True, text=True, check=False)
+    if linked.returncode:
+        raise NativeUnavailable(f"{compiler[0]} failed: {(linked.stderr.strip().splitlines() or ['no message'])[0]}")
+
+
+def _declare(kernels: Kernels) -> None:
     def declare(name: str, result: type | None, *arguments: object) -> None:
-        function = getattr(library, name)
+        function = getattr(kernels, name)
         function.restype, function.argtypes = result, list(arguments)
 
     # What can be refused answers NULL, or why: see checked.refuse.
@@ -267,11 +338,10 @@ def _declare(library: ctypes.CDLL) -> None:
     declare("mg_workspace_new", c_void_p, POINTER(Model), c_int, c_int)
     declare("mg_workspace_free", None, c_void_p)
     declare("mg_forward", fault, pool, POINTER(Model), array, array, c_void_p, matrix)
-    declare("mg_project", None, pool, c_int, matrix, c_int, c_int, c_void_p, c_int, matrix)
+    declare("mg_project", fault, pool, c_int, matrix, c_int, c_int, c_void_p, c_int, matrix)
     declare("mg_copy_slots", fault, POINTER(Model), array, array, c_int)
     declare("mg_heads_logits", fault, pool, POINTER(Heads), matrix, matrix, c_int, matrix)
     declare("mg_heads_follow", fault, pool, POINTER(Heads), POINTER(Follow), matrix, c_int, c_int)
-    declare("mg_has_int8", c_int)
     declare("mg_argmax", fault, pool, matrix, c_int, c_int64, c_int, array, c_int, array)
     declare("mg_top_k", fault, pool, matrix, c_int, c_int64, c_int, c_int, array, array)
     declare("mg_sample", fault, pool, matrix, c_int, c_int64, c_int, array, c_int, *[array] * 6)
@@ -281,11 +351,14 @@ __all__ = [
     "Follow",
     "Heads",
     "Int8Layer",
+    "Kernels",
     "Layer",
     "Model",
     "NativeUnavailable",
     "bind",
-    "build_name",
+    "chosen_variant",
     "compiled",
     "load_library",
+    "runnable_variants",
+    "variant_flags",
 ]

@@ -52,7 +52,7 @@ class NativeHeads:
         self._vocab_padded = -(-len(self._draft_ids) // LANES) * LANES
         # Guesses need no more than eight bits, and the heads take half the time. In float32 the backbone's precision
         # was asked for, so the heads keep it too.
-        int8 = heads.sequential and runner.dtype == torch.bfloat16 and bool(runner.library.mg_has_int8())
+        int8 = heads.sequential and runner.dtype == torch.bfloat16
         up, down = heads.up.weight.detach().flatten(0, 1), heads.down.weight.detach()
         if int8:
             layers = {

@@ -85,7 +85,7 @@ class NativeRunner:
         if reason:
             raise lib.NativeUnavailable(reason)
         self.library = lib.load_library()
-        self.software = lib.build_name(self.library)
+        self.software = self.library.build
         self.threads = threads or min(torch.get_num_threads(), usable_cores())
         config = model.config
         self.dtype: torch.dtype = model.dtype
@@ -162,15 +162,17 @@ class NativeRunner:
         if count > self._logits.size:
             size = max(count, 2 * self._logits.size)
             self._logits = _Buffer(size, self._vocab_padded, self.vocab_size, torch.float32)
-        self.library.mg_project(
-            self.thread_pool,
-            self._is_bf16,
-            address,
-            count,
-            self.hidden_size,
-            self._lm_head_address,
-            self._vocab_padded // LANES,
-            self._logits.address,
+        refuse(
+            self.library.mg_project(
+                self.thread_pool,
+                self._is_bf16,
+                address,
+                count,
+                self.hidden_size,
+                self._lm_head_address,
+                self._vocab_padded // LANES,
+                self._logits.address,
+            )
         )
         return self._logits.rows(count)
 

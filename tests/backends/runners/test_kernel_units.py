@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
+from backends.runners.cpu_cores import asked_variant
 from backends.runners.native import bindings as lib
 from backends.runners.native.packing import pack, pack_int8
 from tests.support.engine_helpers import native_or_skip
@@ -25,10 +26,14 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 STORE, ADD, SILU_MUL, STORE_SILU = range(4)
 
 
+SOURCE = Path(__file__).parent / "kernel_units.c"
+variant_in_use: str | None = None
+
+
 @cache
-def units() -> ctypes.CDLL:
+def units_of(variant: str | None) -> lib.Kernels:
     native_or_skip()
-    library = lib.bind(lib.compiled(Path(__file__).parent / "kernel_units.c"))
+    library = lib.bind(lib.compiled(SOURCE), variant)
     pointer = c_void_p
     for name, result, *arguments in (
         ("linear", None, pointer, c_int, c_int, pointer, c_long, c_int, c_int, pointer, c_int, *[pointer] * 3, c_long),
@@ -37,7 +42,8 @@ def units() -> ctypes.CDLL:
         ("norm_and_rotate", None, *[pointer] * 4, c_int, c_float),
         ("attend", c_char_p, ctypes.POINTER(lib.Model), *[pointer] * 5, c_int, c_int, c_int),
         ("exp", None, pointer, c_int, pointer),
-        ("to_bf16", None, pointer, c_int, pointer, pointer),
+        ("sum", None, pointer, pointer),
+        ("to_bf16", None, pointer, c_int, *[pointer] * 3),
         ("from_bf16", None, pointer, c_int, pointer, pointer),
         ("row_max", c_float, pointer, c_int),
         ("team", None, pointer, c_int, c_int, pointer),
@@ -47,7 +53,24 @@ def units() -> ctypes.CDLL:
     return library
 
 
-@pytest.fixture(params=[1, 3])
+def units() -> lib.Kernels:
+    return units_of(variant_in_use)
+
+
+@pytest.fixture(autouse=True, scope="module", params=list(lib.variant_flags()))
+def variant(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every test of this module runs on every variant that the CPU can run, or on the one that MEDUSA_CPU names."""
+    global variant_in_use
+    native_or_skip()
+    runnable = lib.runnable_variants(ctypes.CDLL(str(lib.compiled(SOURCE))))
+    if request.param not in runnable or asked_variant() not in (None, request.param):
+        pytest.skip(f"this CPU can't run {request.param}, or another variant is asked for")
+    variant_in_use = request.param
+    yield
+    variant_in_use = None
+
+
+@pytest.fixture(params=[1, 3], ids=["threads1", "threads3"])
 def pool(request: pytest.FixtureRequest) -> Iterator[int]:
     made = units().mg_pool_new(request.param)
     yield made
@@ -64,8 +87,8 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 
 @every_dtype
-@pytest.mark.parametrize("rows", [1, 5, 7, 12, 13, 25])
-@pytest.mark.parametrize(("k_size", "n"), [(16, 16), (48, 112), (32, 16 * 131)])
+@pytest.mark.parametrize("rows", [1, 5, 7, 13, 97])
+@pytest.mark.parametrize(("k_size", "n"), [(16, 16), (208, 112), (32, 16 * 131)])
 def test_linear(pool: int, dtype: torch.dtype, rows: int, k_size: int, n: int) -> None:
     """Rows lie farther apart than they are long, and stand between numbers that must not count."""
     wide = torch.full((rows + 2, k_size + 32), torch.nan, dtype=dtype)
@@ -102,8 +125,6 @@ def test_linear(pool: int, dtype: torch.dtype, rows: int, k_size: int, n: int) -
 @pytest.mark.parametrize("silu", [0, 1])
 @pytest.mark.parametrize(("rows", "k_size", "n"), [(1, 16, 16), (3, 64, 48), (4, 96, 112), (10, 208, 80)])
 def test_eight_bit_linear(pool: int, rows: int, k_size: int, n: int, silu: int) -> None:
-    if not units().mg_has_int8():
-        pytest.skip("no eight-bit dot products here")
     x, weight = random_tensor(rows, k_size), random_tensor(n, k_size, seed=1)
     x[0, 1] = 40.0  # its group alone is rounded coarsely
     x[-1] = 0.0
@@ -228,19 +249,20 @@ def test_bfloat16_is_torch_s() -> None:
     bits[:2048] = (bits[:2048] & 0xFFFF0000) | 0x8000
     bits[:16] = [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7F7FFFFF, 0x7F7F8000, 0x7FC00000, 0x7F800001] * 2
     x = bits.view(np.float32)
-    by_vector, by_one = np.empty(4096, np.uint16), np.empty(4096, np.uint16)
-    units().unit_to_bf16(x.ctypes.data, 4096, by_vector.ctypes.data, by_one.ctypes.data)
+    by_vector, by_one, rounded = np.empty(4096, np.uint16), np.empty(4096, np.uint16), np.empty(4096, np.float32)
+    units().unit_to_bf16(x.ctypes.data, 4096, by_vector.ctypes.data, rounded.ctypes.data, by_one.ctypes.data)
     expected = torch.from_numpy(x.copy()).to(torch.bfloat16)
     number = ~np.isnan(x)
-    normal = (np.abs(x) >= np.finfo(np.float32).tiny) | (x == 0)
+    normal = (np.abs(x) >= np.finfo(np.float32).tiny) | (x == 0) | ~number
     theirs = expected.view(torch.int16).numpy().view(np.uint16)
-    np.testing.assert_array_equal(by_one[number], theirs[number])
-    # The instruction takes denormal numbers for zero.
-    np.testing.assert_array_equal(by_vector[number & normal], theirs[number & normal])
+    np.testing.assert_array_equal(by_one[number & normal], theirs[number & normal])
+    np.testing.assert_array_equal(by_one[~normal], theirs[~normal] & 0x8000, "denormal numbers are taken for zero")
+    np.testing.assert_array_equal(by_vector, by_one)
+    np.testing.assert_array_equal(rounded.view(np.uint32), by_one.astype(np.uint32) << 16)
     back, back_one = np.empty(4096, np.float32), np.empty(4096, np.float32)
-    for rounded in (by_vector, by_one):
-        units().unit_from_bf16(rounded.ctypes.data, 4096, back.ctypes.data, back_one.ctypes.data)
-        np.testing.assert_array_equal(back.view(np.uint32), rounded.astype(np.uint32) << 16)
+    for rounding in (by_vector, by_one):
+        units().unit_from_bf16(rounding.ctypes.data, 4096, back.ctypes.data, back_one.ctypes.data)
+        np.testing.assert_array_equal(back.view(np.uint32), rounding.astype(np.uint32) << 16)
         np.testing.assert_array_equal(back.view(np.uint32), back_one.view(np.uint32))
         assert np.isnan(back[~number]).all()
 

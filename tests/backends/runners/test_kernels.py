@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from backends.heads.module import MedusaHeads
 from backends.runners.base import ModelRunner, ProposalRequest
 from backends.runners.batch import PAGE_SIZE, BatchBuilder, StepBatch
-from backends.runners.native.bindings import NativeUnavailable, load_library
 from backends.runners.native.runner import NativeRunner, unsupported_reason
 from backends.sampling.rows import RowSampling
 from backends.tree import MAX_DEPTH, CandidateTree
@@ -379,14 +378,6 @@ def test_sequential_heads_guess_what_follows_each_drafted_token(kind: str, draft
             assert len(proposals.tokens) > 1
 
 
-def has_int8() -> bool:
-    try:
-        return bool(load_library().mg_has_int8())
-    except NativeUnavailable:
-        return False
-
-
-@pytest.mark.skipif("not has_int8()", reason="no kernels, or no eight-bit dot products here")
 @pytest.mark.parametrize("draft_ids", [None, list(range(3, 200, 7))], ids=["whole", "reduced"])
 def test_eight_bit_heads_say_nearly_what_the_checkpoint_says(draft_ids: list[int] | None) -> None:
     """In bfloat16 the native heads' layers are in eight bits; inner size 96 ends in half a group."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 import shutil
@@ -12,10 +13,21 @@ import platformdirs
 import pytest
 import torch
 
-from backends.engine.loading import _dtype
-from backends.runners.cpu_cores import cpu_has_bf16, instruction_set
+from backends.engine import loading
+from backends.engine.loading import EngineOptions, _dtype
 from backends.runners.native import bindings as library
-from backends.runners.native.bindings import FLAGS, NativeUnavailable, compiled, layout_fault, load_library, our_layout
+from backends.runners.native.bindings import (
+    FLAGS,
+    NativeUnavailable,
+    bind,
+    chosen_variant,
+    compiled,
+    layout_fault,
+    load_library,
+    our_layout,
+    runnable_variants,
+    variant_flags,
+)
 from tests.support.engine_helpers import native_or_skip
 
 SOURCE = Path(library.__file__).parent / "csrc" / "kernels.c"
@@ -93,36 +105,93 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(SOURCE)
 
 
-@pytest.mark.parametrize("target", ["-march=native", "-march=x86-64-v3"])
+@pytest.mark.parametrize("variant", variant_flags())
 @pytest.mark.parametrize("checked", [[], ["-DMG_CHECKED"]], ids=["plain", "checked"])
 @pytest.mark.parametrize("compiler", ["gcc", "clang", "clang-14"])
-def test_no_warnings(compiler: str, target: str, checked: list[str]) -> None:
+def test_no_warnings(compiler: str, variant: str, checked: list[str]) -> None:
     found = shutil.which(compiler)
     if found is None:
         pytest.skip(f"no {compiler} here")
-    if "x86" in target and platform.machine() != "x86_64":
-        pytest.skip("another kind of processor")
-    # The optimiser, which takes seconds, is asked about the usual build only.
-    whole = target == "-march=native" and not checked
+    # The optimiser, which takes seconds, is asked about the usual build of one variant only.
+    whole = variant == next(iter(variant_flags())) and not checked
     output = ["-c", "-o", "/dev/null"] if whole else ["-fsyntax-only"]
-    command = [found, *FLAGS, target, *checked, "-Wall", "-Wextra", "-Werror", *output, str(SOURCE)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    flags = [*FLAGS, *variant_flags()[variant], f"-DMG_VARIANT={variant}", *checked, "-Wall", "-Wextra", "-Werror"]
+    result = subprocess.run([found, *flags, *output, str(SOURCE)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
-def test_a_cpu_without_avx512_can_be_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_holds_every_variant_of_its_architecture() -> None:
+    native_or_skip()
+    held = ctypes.CDLL(str(compiled(SOURCE)))
+    for name in variant_flags():
+        assert hasattr(held, f"mg_forward_{name}")
+    runnable = runnable_variants(held)
+    assert runnable == [name for name in variant_flags() if name in runnable]
+
+
+def test_what_it_is_called_does_not_depend_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    name = compiled(SOURCE)
     monkeypatch.setenv("MEDUSA_CPU", "avx2")
-    assert instruction_set() == "avx2"
-    assert "-march=x86-64-v3" in library.flags()
-    assert "-march=native" not in library.flags()
-    assert not cpu_has_bf16()
-    assert _dtype("auto", torch.device("cpu")) is torch.float32
+    monkeypatch.setattr(platform, "processor", lambda: "another")
+    assert compiled(SOURCE) == name
+    assert not any("native" in flag for flags in variant_flags().values() for flag in flags)
+
+
+def test_a_lower_variant_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    built = compiled(SOURCE)
+    runnable = runnable_variants(ctypes.CDLL(str(built)))
     for unset in ("", "native"):
         monkeypatch.setenv("MEDUSA_CPU", unset)
-        assert "-march=native" in library.flags()
-    monkeypatch.setenv("MEDUSA_CPU", "sse")
-    with pytest.raises(ValueError, match="MEDUSA_CPU is 'sse'"):
-        library.flags()
+        assert bind(built).variant == runnable[0]
+    for name in runnable:
+        monkeypatch.setenv("MEDUSA_CPU", name)
+        assert bind(built).variant == name
+        assert bind(built).build.endswith(f"-{name}"), "tables of what steps cost are told apart by this"
+
+
+def test_variants_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert chosen_variant(None, ["avx512", "avx2"]) == "avx512"
+    with pytest.raises(ValueError, match="MEDUSA_CPU is 'sse'; it can be avx512_bf16, avx512, avx2 or"):
+        chosen_variant("sse", ["avx2"])
+    with pytest.raises(ValueError, match="MEDUSA_CPU is 'avx512', which this CPU can't run; it can run avx2"):
+        chosen_variant("avx512", ["avx2"])
+    with pytest.raises(NativeUnavailable, match="need a CPU with avx512_bf16 or avx512 or avx2 instructions"):
+        chosen_variant("avx2", [])
+
+
+def test_a_variant_that_the_compiler_does_not_know_is_left_out(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native_or_skip()
+    if platform.machine() != "x86_64":
+        pytest.skip("another kind of processor")
+    real = shutil.which("cc") or shutil.which("gcc")
+    old = f'#!/bin/sh\ncase "$*" in *avx512*) echo no such flag >&2; exit 1;; esac\nexec {real} -O0 "$@"\n'
+    monkeypatch.setenv("CC", program(empty_cache / "cc", old))
+    assert runnable_variants(ctypes.CDLL(str(compiled(SOURCE)))) == ["avx2"]
+
+
+def test_bfloat16_is_the_default_where_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    cpu = torch.device("cpu")
+    for quick in (False, True):
+        monkeypatch.setattr(loading, "torch_has_quick_bf16", lambda quick=quick: quick)
+        in_torch = torch.bfloat16 if quick else torch.float32
+        assert _dtype(EngineOptions(), cpu, "llama") is torch.bfloat16
+        assert _dtype(EngineOptions(dtype="float32"), cpu, "llama") is torch.float32
+        assert _dtype(EngineOptions(), cpu, "gemma") is in_torch
+        assert _dtype(EngineOptions(runner="transformers"), cpu, "llama") is in_torch
+        assert _dtype(EngineOptions(quantize="int8"), cpu, "llama") is in_torch
+    monkeypatch.setattr(loading, "load_library", _no_kernels)
+    monkeypatch.setattr(loading, "torch_has_quick_bf16", lambda: False)
+    assert _dtype(EngineOptions(), cpu, "llama") is torch.float32
+
+
+def _no_kernels() -> None:
+    raise NativeUnavailable("none")
 
 
 def test_flags_may_be_added(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,11 @@ INLINE int NAME(value_at)(int position, int d) {
 
 // The first n positions (n < 16) of a page of one KV head; the rest become zeros.
 INLINE void NAME(copy_first)(T *k_to, T *v_to, const T *k_from, const T *v_from, int n, int head_dim) {
-    const vi place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const vi wanted = place < (vi){n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, n};
+    const vi wanted = vi_first(n);
     for (int i = 0; i < head_dim * LANES; i += LANES * STEP) {
-        vi line;
-        memcpy(&line, k_from + i, 64);
-        line &= wanted;
-        memcpy(k_to + i, &line, 64);
+        vi_store(k_to + i, vi_and(vi_load(k_from + i), wanted));
         const int left = n - i / LANES % LANES;  // lanes of a line of values are dimensions, its elements positions
-        memcpy(&line, v_from + i, 64);
-        line &= left >= STEP ? ~(vi){0} : left <= 0 ? (vi){0} : (vi){0} + 0xffff;
-        memcpy(v_to + i, &line, 64);
+        vi_store(v_to + i, vi_and(vi_load(v_from + i), vi_set(left >= STEP ? -1 : left <= 0 ? 0 : 0xffff)));
     }
 }
 
@@ -45,11 +39,11 @@ typedef struct {
     long head_size, page_size;  // elements of a page: of one KV head, of all
     const int32_t *pages;
     const T *k_pool, *v_pool;  // of this layer and KV head
-    int tail_pages[MAX_TILE_ROWS];
+    int tail_pages[PROMPT_QUERY_ROWS];
     // Scratch.
     const T **segments;     // [full]
     float *scores, *out;    // [queries, width], [queries, head_dim]
-    T *q, *weights;         // [queries, head_dim], [queries, width]
+    A *q, *weights;         // [queries, head_dim], [queries, width]
     T *k_tails, *v_tails;   // [count, TAIL_PAGES, head_size]
     float *norm;            // [queries]: 1 / sum of the weights
 } NAME(attention);
@@ -80,17 +74,17 @@ INLINE NAME(attention) NAME(attention_of)(const mg_model *model, const mg_batch 
     next = (char *)(((uintptr_t)next + 63) & ~(uintptr_t)63);
     a.scores = (float *)next;
     a.out = a.scores + queries * width;
-    // Room for floats, whatever T is: so the next array begins on a cache line as well.
-    a.q = (T *)(a.out + queries * head_dim);
-    a.weights = (T *)(a.out + 2 * queries * head_dim);
+    // Room for floats, whatever A and T are: so the next array begins on a cache line as well.
+    a.q = (A *)(a.out + queries * head_dim);
+    a.weights = (A *)(a.out + 2 * queries * head_dim);
     a.k_tails = (T *)(a.out + 2 * queries * head_dim + queries * width);
     a.v_tails = a.k_tails + tails;
     a.norm = (float *)(a.v_tails + tails);
     MG_ASSERT((char *)(a.norm + queries) <= scratch + ws->scratch_size);
-    const T *q = (const T *)ws->q + ((long)first * model->heads + (long)kv_head * group) * head_dim;
+    const A *q = (const A *)ws->q + ((long)first * model->heads + (long)kv_head * group) * head_dim;
     for (int r = 0; r < count; r++)
         memcpy(a.q + (long)r * group * head_dim, q + (long)r * model->heads * head_dim,
-               sizeof(T) * (size_t)group * head_dim);
+               sizeof(A) * (size_t)group * head_dim);
     return a;
 }
 
@@ -126,11 +120,8 @@ INLINE void NAME(score_pages)(const NAME(attention) *a) {
             NAME(prefetch)(a->v_pool + pages[ahead] * a->page_size, a->head_size);
         }
         const T *page = a->k_pool + pages[p] * a->page_size;
-        const int step = NAME(max_rows)(n);
-        for (int m = 0; m < a->queries; m += step)
-            NAME(multiply)(smaller(a->queries - m, step), n, &page, 1, a->page_size, a->head_dim / STEP,
-                           a->q + m * a->head_dim, a->head_dim, a->scores + (long)m * a->width + p * LANES, a->width,
-                           0, NULL);
+        NAME(multiply)(a->queries, n, &page, 1, a->page_size, a->head_dim / STEP, a->q, a->head_dim,
+                       a->scores + p * LANES, a->width, 0);
         p += n;
     }
 }
@@ -168,17 +159,14 @@ INLINE void NAME(gather)(NAME(attention) *a) {
 INLINE void NAME(score_tails)(const NAME(attention) *a) {
     for (int r = 0; r < a->count; r++) {
         const int32_t *offsets = a->batch->tail_offsets + a->first + r;
-        const int n = offsets[1] - offsets[0], end = (r + 1) *a->group;
+        const int n = offsets[1] - offsets[0], m = r * a->group;
         for (int p = 0; p < a->tail_pages[r]; p++) {
             const T *page = a->k_tails + ((long)r * TAIL_PAGES + p) *a->head_size;
-            for (int m = r * a->group; m < end; m += WIDE_TILE_ROWS) {
-                const int m_count = smaller(end - m, WIDE_TILE_ROWS);
-                float *scores = a->scores + (long)m * a->width + (a->full + p) * LANES;
-                NAME(multiply)(m_count, 1, &page, 1, 0, a->head_dim / STEP, a->q + m * a->head_dim, a->head_dim, scores,
-                               a->width, 0, NULL);
-                for (int j = 0; j < m_count; j++)
-                    for (int i = n - p * LANES; i < LANES; i++) scores[(long)j * a->width + i] = NO_SCORE;
-            }
+            float *scores = a->scores + (long)m * a->width + (a->full + p) * LANES;
+            NAME(multiply)(a->group, 1, &page, 1, 0, a->head_dim / STEP, a->q + m * a->head_dim, a->head_dim, scores,
+                           a->width, 0);
+            for (int j = 0; j < a->group; j++)
+                for (int i = n - p * LANES; i < LANES; i++) scores[(long)j * a->width + i] = NO_SCORE;
         }
     }
 }
@@ -191,12 +179,12 @@ INLINE void NAME(softmax)(const NAME(attention) *a, float scale_by) {
         const float *scores = a->scores + (long)m * a->width;
         vf top = vf_set(NO_SCORE);
         for (int p = 0; p < used; p++) top = vf_max(top, vf_load(scores + p * LANES));
-        const vf highest = vf_set(vf_hmax(top) * scale_by);
+        const vf lowest = vf_set(-(vf_hmax(top) * scale_by));
         vf sum = vf_set(0.0f);
         for (int p = 0; p < used; p++) {
-            const vf weight = vf_exp(vf_fma(vf_load(scores + p * LANES), scale, -highest));
-            sum += weight;
-            NAME(store16)(a->weights + (long)m * a->width + p * LANES, weight);
+            const vf weight = vf_exp(vf_fma(vf_load(scores + p * LANES), scale, lowest));
+            sum = vf_add(sum, weight);
+            NAME(put16)(a->weights + (long)m * a->width + p * LANES, weight);
         }
         a->norm[m] = 1.0f / vf_sum(sum);
     }
@@ -206,25 +194,16 @@ INLINE void NAME(softmax)(const NAME(attention) *a, float scale_by) {
 INLINE void NAME(weigh)(const NAME(attention) *a) {
     for (int p = 0; p < a->full; p++) a->segments[p] = a->v_pool + a->pages[p] * a->page_size;
     const int d_units = a->head_dim / LANES;
-    for (int d = 0; d < d_units;) {
-        const int d_count = d_units - d >= 4 ? 4 : d_units - d >= 2 ? 2 : 1;
-        float *out = a->out + d * LANES;
-        for (int m = 0; m < a->queries; m += WIDE_TILE_ROWS)
-            NAME(multiply)(smaller(a->queries - m, WIDE_TILE_ROWS), d_count, a->segments, a->full, LANES * LANES,
-                           LANES / STEP, a->weights + (long)m * a->width, a->width, out + (long)m * a->head_dim,
-                           a->head_dim, 0, NULL);
-        for (int r = 0; r < a->count; r++)
-            for (int p = 0; p < a->tail_pages[r]; p++) {
-                const T *page = a->v_tails + ((long)r * TAIL_PAGES + p) *a->head_size + d * LANES * LANES;
-                const int end = (r + 1) *a->group;
-                for (int m = r * a->group; m < end; m += WIDE_TILE_ROWS)
-                    NAME(multiply)(smaller(end - m, WIDE_TILE_ROWS), d_count, &page, 1, LANES * LANES, LANES / STEP,
-                                   a->weights + (long)m * a->width + (a->full + p) * LANES, a->width,
-                                   out + (long)m * a->head_dim, a->head_dim, 1, NULL);
-            }
-        d += d_count;
-        for (int p = 0; p < a->full; p++) a->segments[p] += (long)d_count * LANES * LANES;
-    }
+    NAME(multiply)(a->queries, d_units, a->segments, a->full, LANES * LANES, LANES / STEP, a->weights, a->width, a->out,
+                   a->head_dim, 0);
+    for (int r = 0; r < a->count; r++)
+        for (int p = 0; p < a->tail_pages[r]; p++) {
+            const T *page = a->v_tails + ((long)r * TAIL_PAGES + p) *a->head_size;
+            const int m = r * a->group;
+            NAME(multiply)(a->group, d_units, &page, 1, LANES * LANES, LANES / STEP,
+                           a->weights + (long)m * a->width + (a->full + p) * LANES, a->width,
+                           a->out + (long)m * a->head_dim, a->head_dim, 1);
+        }
 }
 
 // Into ws->attention. Scores of full pages come first: meanwhile the tails' pages arrive in the cache.
@@ -239,8 +218,8 @@ static void NAME(attend)(const mg_model *model, const mg_batch *batch, mg_worksp
     NAME(weigh)(&a);
     for (int m = 0; m < a.queries; m++) {
         const long row = first + m / a.group, head = kv_head * a.group + m % a.group;
-        T *target = (T *)ws->attention + (row * model->heads + head) *a.head_dim;
+        A *target = (A *)ws->attention + (row * model->heads + head) *a.head_dim;
         for (int d = 0; d < a.head_dim; d += LANES)
-            NAME(store16)(target + d, vf_load(a.out + (long)m * a.head_dim + d) * vf_set(a.norm[m]));
+            NAME(put16)(target + d, vf_mul(vf_load(a.out + (long)m * a.head_dim + d), vf_set(a.norm[m])));
     }
 }

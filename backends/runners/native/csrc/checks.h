@@ -10,8 +10,12 @@
 // MAX_DEPTH candidates: TAIL_PAGES pages of scratch.
 enum { MAX_RANKS = 32, MAX_DEPTH = 16, MAX_TAIL = LANES - 1 + MAX_DEPTH, TAIL_PAGES = 2 };
 
-// Rows of a tile of the micro-kernel: of one or two units, of four.
-enum { MAX_TILE_ROWS = 12, WIDE_TILE_ROWS = 6 };
+// Query rows that attend together: in steps of few rows, so that all threads have some; in prompts, as many as share
+// their keys. Rows whose sums a linear layer holds at a time.
+enum { QUERY_ROWS = 12, PROMPT_QUERY_ROWS = 48, PROMPT_ROWS = 64, ROW_BLOCK = 96 };
+
+// Lines of 64 bytes: in a block along K, a small part of a first cache; from one that is read to one that is asked for.
+enum { LINE_BLOCK = 64, LINES_AHEAD = 64 };
 
 // A score whose weight is 0 beside any other, finite so that no difference of two is NaN.
 #define NO_SCORE (-1e30f)
@@ -19,8 +23,6 @@ enum { MAX_TILE_ROWS = 12, WIDE_TILE_ROWS = 6 };
 _Static_assert(LANES == 16, "pages and units have 16 columns");
 _Static_assert(MAX_TAIL <= TAIL_PAGES * LANES, "a row's tail must fit its scratch pages");
 _Static_assert(sizeof(int) == 4 && sizeof(float) == 4 && sizeof(long) == 8, "index arithmetic is done in 64 bits");
-_Static_assert(4 * WIDE_TILE_ROWS <= 32 && 2 * MAX_TILE_ROWS <= 32, "a tile's sums must fit the vector registers");
-_Static_assert(WIDE_TILE_ROWS <= MAX_TILE_ROWS, "a tile's rows must fit the buffers of linear()");
 _Static_assert((int)MAX_WIDTH <= (int)MAX_RANKS, "a level follows no more guesses than a list can hold");
 _Static_assert(ATOMIC_INT_LOCK_FREE == 2, "barriers spin on atomic integers");
 _Static_assert(TEAM_COUNTERS >= 3, "the counter two loops ahead must not be one in use");

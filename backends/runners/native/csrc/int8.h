@@ -23,20 +23,6 @@ typedef struct {
 
 INLINE int int8_groups(int size) { return (size + GROUP - 1) / GROUP; }
 
-#if defined(__AVX512VNNI__)
-enum { HAS_INT8 = 1 };
-INLINE vi int8_step(vi acc, vi unit, int32_t four) {
-    return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)unit, _mm512_set1_epi32(four));
-}
-INLINE vf int8_to_float(vi v) { return (vf)_mm512_cvtepi32_ps((__m512i)v); }
-INLINE void int8_store16(int8_t *p, vi v) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)v)); }
-#else
-enum { HAS_INT8 = 0 };  // never called; the heads' layers keep the model's element type
-INLINE vi int8_step(vi acc, vi unit, int32_t four) { return (void)unit, (void)four, acc; }
-INLINE vf int8_to_float(vi v) { return (vf)v; }
-INLINE void int8_store16(int8_t *p, vi v) { (void)p, (void)v; }
-#endif
-
 // y [m_count, 4] = m_count rows from `row` on, times n_count units.
 INLINE void int8_tile(int m_count, int n_count, const mg_int8 *layer, long first_unit, int k_size,
                       const int8_rows *rows, int row, vf *y) {
@@ -50,22 +36,18 @@ INLINE void int8_tile(int m_count, int n_count, const mg_int8 *layer, long first
 #pragma GCC unroll 4
         for (int n = 0; n < n_count; n++) total[m][n] = vf_set(-128.0f * rows->sum[row + m]);
     for (int group = 0; group < rows->groups; group++) {
-        vi acc[MOST_ROWS][4];
+        int8_sums acc[MOST_ROWS][4];
 #pragma GCC unroll 3
         for (int m = 0; m < m_count; m++)
 #pragma GCC unroll 4
-            for (int n = 0; n < n_count; n++) acc[m][n] = (vi)vf_set(0.0f);
+            for (int n = 0; n < n_count; n++) acc[m][n] = int8_none();
         const int end = (group + 1) * GROUP < k_size ? (group + 1) * GROUP : k_size;
         for (int k = group * GROUP; k < end; k += 4) {
-            vi column[4];
-#pragma GCC unroll 4
-            for (int n = 0; n < n_count; n++) memcpy(&column[n], unit + n * unit_size, 64);
 #pragma GCC unroll 3
             for (int m = 0; m < m_count; m++) {
-                int32_t four;
-                memcpy(&four, x + (long)m * k_size + k, 4);
+                const int8_four four = int8_spread(x + (long)m * k_size + k);
 #pragma GCC unroll 4
-                for (int n = 0; n < n_count; n++) acc[m][n] = int8_step(acc[m][n], column[n], four);
+                for (int n = 0; n < n_count; n++) acc[m][n] = int8_step(acc[m][n], unit + n * unit_size, four);
             }
             unit += LANES * 4;
         }
@@ -73,12 +55,14 @@ INLINE void int8_tile(int m_count, int n_count, const mg_int8 *layer, long first
         for (int m = 0; m < m_count; m++)
 #pragma GCC unroll 4
             for (int n = 0; n < n_count; n++)
-                total[m][n] = vf_fma(int8_to_float(acc[m][n]), vf_set(scale[m * rows->groups + group]), total[m][n]);
+                total[m][n] =
+                    vf_fma(vi_to_float(int8_columns(acc[m][n])), vf_set(scale[m * rows->groups + group]), total[m][n]);
     }
 #pragma GCC unroll 3
     for (int m = 0; m < m_count; m++)
 #pragma GCC unroll 4
-        for (int n = 0; n < n_count; n++) y[m * 4 + n] = total[m][n] * vf_load(layer->scale + (first_unit + n) * LANES);
+        for (int n = 0; n < n_count; n++) 
+            y[m * 4 + n] = vf_mul(total[m][n], vf_load(layer->scale + (first_unit + n) * LANES));
 }
 
 static void int8_multiply(int m_count, int n_count, const mg_int8 *layer, long first_unit, int k_size,
@@ -101,7 +85,8 @@ static void int8_linear(mg_member *member, const int8_rows *rows, int count, int
     TEAM_CLAIMED(chunk, (units + 3) / 4) {
         const int begin = chunk * 4, width = units - begin < 4 ? units - begin : 4;
         for (int n = 0; n < width;) {
-            const int n_count = width - n >= 4 ? 4 : width - n >= 2 ? 2 : 1;
+            const int most = PART_LANES == 16 || count == 1 ? 4 : 1, left = width - n;  // as many as fit the registers
+            const int n_count = left >= 4 && most == 4 ? 4 : left >= 2 && most == 4 ? 2 : 1;
             for (int row = 0; row < count; row += MOST_ROWS) {
                 const int m_count = count - row < MOST_ROWS ? count - row : MOST_ROWS;
                 vf y[MOST_ROWS * 4];
@@ -110,7 +95,7 @@ static void int8_linear(mg_member *member, const int8_rows *rows, int count, int
                     for (int j = 0; j < n_count; j++) {
                         const long column = (long)(begin + n + j) * LANES;
                         vf v = y[m * 4 + j];
-                        if (silu) v = vf_silu(v + vf_load(bias + column));
+                        if (silu) v = vf_silu(vf_add(v, vf_load(bias + column)));
                         vf_store(out + (long)(row + m) * units * LANES + column, v);
                     }
             }
@@ -127,17 +112,17 @@ static void int8_quantise(const float *x, int size, const int8_rows *rows, int r
     vf sum = vf_set(0.0f);
     for (int group = 0; group < rows->groups; group++) {
         const int begin = group * GROUP, end = begin + GROUP < size ? begin + GROUP : size;
-        vf top = vf_set(0.0f), part = vf_set(0.0f);
-        for (int i = begin; i < end; i += LANES) top = vf_max(top, vf_max(vf_load(x + i), -vf_load(x + i)));
+        vf top = vf_set(0.0f), sums = vf_set(0.0f);
+        for (int i = begin; i < end; i += LANES) top = vf_max(top, vf_max(vf_load(x + i), vf_neg(vf_load(x + i))));
         const float most = vf_hmax(top), scale = most / 127.0f;
         const vf inverse = vf_set(most > 0.0f ? 127.0f / most : 0.0f);
         rows->scale[(long)row * rows->groups + group] = scale;
         for (int i = begin; i < end; i += LANES) {
             const vf shifted = vf_fma(vf_load(x + i), inverse, vf_set(magic));
-            int8_store16(out + i, (vi)shifted - (vi)vf_set(magic));
-            part += shifted - vf_set(magic);
+            int8_store16(out + i, vi_sub(vf_bits(shifted), vf_bits(vf_set(magic))));
+            sums = vf_add(sums, vf_sub(shifted, vf_set(magic)));
         }
-        sum = vf_fma(part, vf_set(scale), sum);
+        sum = vf_fma(sums, vf_set(scale), sum);
     }
     rows->sum[row] = vf_sum(sum);
 }
@@ -149,7 +134,7 @@ INLINE vf load16(const void *p, long i, int is_bf16) {
 // out [size] = x / sqrt(mean(x^2) + eps)
 INLINE void int8_norm(const float *x, int size, float eps, float *out) {
     const vf scale = rms_scale_f32(x, size, eps);
-    for (int i = 0; i < size; i += LANES) vf_store(out + i, vf_load(x + i) * scale);
+    for (int i = 0; i < size; i += LANES) vf_store(out + i, vf_mul(vf_load(x + i), scale));
 }
 
 typedef struct {
@@ -195,7 +180,7 @@ static void follow_int8_member(mg_member *member, void *arguments) {
         TEAM_DEALT(r, rows) {
             float *state = states + (long)r * hidden;
             const float *from = above + (long)(level ? follow->from[r] : r) * hidden;
-            for (int i = 0; i < hidden; i += LANES) vf_store(state + i, vf_load(state + i) + vf_load(from + i));
+            for (int i = 0; i < hidden; i += LANES) vf_store(state + i, vf_add(vf_load(state + i), vf_load(from + i)));
             int8_quantise(state, hidden, &job->s, r);
         }
         team_end_loop(member);

@@ -1,7 +1,9 @@
-// CPU kernels of the decoding engine; plain C, called through ctypes. Build flags: see bindings.py.
+// CPU kernels of the decoding engine; plain C, called through ctypes. Compiled once for each variant (see variants.c),
+// with MG_VARIANT as its name.
 #include <float.h>
 #include <stdlib.h>
 
+#include "names.h"
 #include "simd.h"
 #include "thread_pool.h"
 
@@ -92,6 +94,7 @@ typedef struct {
     const void *x, *weights;
     int rows, k_size, units;
     float *out;
+    void *room;  // for x as operands
 } project_job;
 
 // x_in [n, in_size]: what the heads' first layer is fed; x [n, hidden]; the others [heads, n, ...].
@@ -99,7 +102,7 @@ typedef struct {
     const mg_heads *heads;
     const void *x_in, *x;
     int n;
-    void *act, *state_t;
+    void *act, *state_t, *room;
     float *state, *logits;
 } heads_job;
 
@@ -128,8 +131,6 @@ INLINE int smaller(int a, int b) { return a < b ? a : b; }
 #include "transformer.h"
 #include "int8.h"
 
-int mg_has_int8(void) { return HAS_INT8; }
-
 void mg_workspace_free(mg_workspace *ws) {
     if (!ws) return;
     free(ws->x_norm);
@@ -156,7 +157,7 @@ mg_workspace *mg_workspace_new(const mg_model *model, int max_rows, int threads)
     const size_t rows = max_rows, q_size = (size_t)model->heads * model->head_dim;
     const size_t qkv_size = q_size + 2 * (size_t)model->kv_heads * model->head_dim;
     const int group = model->heads / model->kv_heads;
-    const size_t tile_rows = group >= MAX_TILE_ROWS ? 1 : MAX_TILE_ROWS / group, tile_m = tile_rows * group;
+    const size_t tile_rows = group >= PROMPT_QUERY_ROWS ? 1 : PROMPT_QUERY_ROWS / group, tile_m = tile_rows * group;
     const size_t width = (size_t)model->max_context + (1 + TAIL_PAGES) * LANES;
     ws->x_norm = aligned(rows * model->hidden * 4);
     ws->q = aligned(rows * q_size * 4);
@@ -192,11 +193,15 @@ const char *mg_forward(mg_pool *pool, const mg_model *model, const int32_t *memo
     return NULL;
 }
 
-// out [rows, units * 16] float32 = x [rows, k_size] times packed weights.
-void mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size, const void *weights, int units,
-                float *out) {
-    project_job job = {x, weights, rows, k_size, units, out};
+// out [rows, units * 16] float32 = x [rows, k_size] times packed weights. NULL, or what is wrong.
+const char *mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size, const void *weights, int units,
+                       float *out) {
+    void *room = aligned(sizeof(float) * rows * k_size);
+    if (!room) return NO_MEMORY;
+    project_job job = {x, weights, rows, k_size, units, out, room};
     pool_run(pool, is_bf16 ? project_member_bf16 : project_member_f32, &job);
+    free(room);
+    return NULL;
 }
 
 // Keys and values of slots `from` are copied to slots `to`, in every layer. NULL, or what is wrong.
@@ -215,15 +220,17 @@ const char *mg_heads_logits(mg_pool *pool, const mg_heads *heads, const void *x_
                             float *logits) {
     const size_t rows = (size_t)heads->heads * n;
     void *act = aligned(rows * heads->inner * 4), *state_t = aligned(rows * heads->hidden * 4);
+    void *room = aligned((size_t)n * heads->in_size * 4);
     float *state = aligned(rows * heads->hidden * 4);
-    const int failed = !act || !state || !state_t;
+    const int failed = !act || !state || !state_t || !room;
     if (!failed) {
-        heads_job job = {heads, x_in, x, n, act, state_t, state, logits};
+        heads_job job = {heads, x_in, x, n, act, state_t, room, state, logits};
         pool_run(pool, heads->is_bf16 ? heads_member_bf16 : heads_member_f32, &job);
     }
     free(act);
     free(state);
     free(state_t);
+    free(room);
     return failed ? NO_MEMORY : NULL;
 }
 

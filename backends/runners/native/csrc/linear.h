@@ -4,104 +4,14 @@
 // Packed operand ("unit"): 16 output columns, [K / STEP][16][STEP]. A weight matrix [N, K] is N / 16 units one after
 // the other. A page of keys is one unit per KV head whose columns are the 16 positions of the page and whose K is
 // head_dim; a page of values is head_dim / 16 units per KV head whose K is the 16 positions. So one micro-kernel does
-// the linear layers, q.K and p.V, and every output element is one chain of multiply-adds in order of K.
+// the linear layers, q.K and p.V, and every output element is one chain of multiply-adds in order of K (bfloat16: of
+// each pair of elements the second comes first, as the dot product of AVX-512 has it).
+//
+// The other operand, activations, is of type A: T, or, where there is no such dot product, floats rounded to T with the
+// elements of each pair in the order in which they are multiplied.
 //
 // Formatted by hand: clang-format 14 takes a call NAME(f)(x) for a declaration.
 // clang-format off
-
-// acc + unit * x along STEP elements of K, for 16 columns. x comes from NAME(spread): read once for all units
-// of a tile.
-#if STEP == 1
-typedef vf NAME(spread_t);
-INLINE NAME(spread_t) NAME(spread)(const T *x) { return vf_set(*x); }
-INLINE vf NAME(step)(vf acc, vf unit, NAME(spread_t) x) { return vf_fma(unit, x, acc); }
-#elif defined(__AVX512BF16__)
-typedef vi NAME(spread_t);
-INLINE NAME(spread_t) NAME(spread)(const T *x) {
-    int32_t pair;
-    memcpy(&pair, x, 4);
-    return (vi)_mm512_set1_epi32(pair);
-}
-INLINE vf NAME(step)(vf acc, vf unit, NAME(spread_t) x) {
-    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)unit, (__m512bh)x);
-}
-#else
-typedef struct {
-    vf even, odd;
-} NAME(spread_t);
-INLINE NAME(spread_t) NAME(spread)(const T *x) {
-    return (NAME(spread_t)){vf_set(bf16_to_f32(x[0])), vf_set(bf16_to_f32(x[1]))};
-}
-INLINE vf NAME(step)(vf acc, vf unit, NAME(spread_t) x) {
-    const vi both = (vi)unit;
-    acc = vf_fma((vf)(both << 16), x.even, acc);
-    return vf_fma((vf)(both & (int32_t)0xffff0000), x.odd, acc);
-}
-#endif
-
-// See multiply. `ahead`: units of the same shape that will be wanted next; where there are none, the constant NULL, so
-// that no branch is left in the loop.
-INLINE void NAME(tile)(int m_count, int n_count, const T *const *segments, int n_segments, long unit_stride,
-                       int steps, const T *x, long ldx, float *out, long ldo, int accumulate, const T *ahead) {
-    vf acc[MAX_TILE_ROWS][4];
-#pragma GCC unroll 12
-    for (int m = 0; m < m_count; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < n_count; n++) acc[m][n] = accumulate ? vf_load(out + m * ldo + n * LANES) : vf_set(0.0f);
-    for (int s = 0; s < n_segments; s++) {
-        const T *unit = segments[s];
-        const T *xs = x + (long)s * steps * STEP;
-        for (int k = 0; k < steps; k++) {
-            vf column[4];
-#pragma GCC unroll 4
-            for (int n = 0; n < n_count; n++) memcpy(&column[n], unit + n * unit_stride, 64);
-#pragma GCC unroll 12
-            for (int m = 0; m < m_count; m++) {
-                const NAME(spread_t) operand = NAME(spread)(xs + m * ldx + k * STEP);
-#pragma GCC unroll 4
-                for (int n = 0; n < n_count; n++) acc[m][n] = NAME(step)(acc[m][n], column[n], operand);
-            }
-            unit += LANES * STEP;
-            if (ahead) {
-#pragma GCC unroll 4
-                for (int n = 0; n < n_count; n++) __builtin_prefetch(ahead + n * unit_stride, 0, 2);
-                ahead += LANES * STEP;
-            }
-        }
-    }
-#pragma GCC unroll 12
-    for (int m = 0; m < m_count; m++)
-#pragma GCC unroll 4
-        for (int n = 0; n < n_count; n++) vf_store(out + m * ldo + n * LANES, acc[m][n]);
-}
-
-// Accumulators and operands of a tile must fit 32 vector registers.
-INLINE int NAME(max_rows)(int n_units) { return n_units == 4 ? WIDE_TILE_ROWS : MAX_TILE_ROWS; }
-
-// out[m, n] (+)= sum over segments and k of x[m, k] * unit[n][k]; n_units in {1, 2, 4}, m_count at most
-// NAME(max_rows)(n_units). High tiles of four units read `ahead`: they have arithmetic enough to wait for it.
-static void NAME(multiply)(int m_count, int n_units, const T *const *segments, int n_segments, long unit_stride,
-                           int steps, const T *x, long ldx, float *out, long ldo, int accumulate, const T *ahead) {
-#define CASE(M, N) \
-    case (M) * 8 + (N): \
-        NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate, NULL); \
-        break;
-#define CASE_AHEAD(M, N) \
-    case (M) * 8 + (N): \
-        if (ahead) NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate, ahead); \
-        else NAME(tile)(M, N, segments, n_segments, unit_stride, steps, x, ldx, out, ldo, accumulate, NULL); \
-        break;
-    switch (m_count * 8 + n_units) {
-        CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
-        CASE(7, 1) CASE(8, 1) CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1)
-        CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
-        CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)
-        CASE(1, 4) CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE_AHEAD(5, 4) CASE_AHEAD(6, 4)
-        default: MG_ASSERT(!"no such tile");
-    }
-#undef CASE_AHEAD
-#undef CASE
-}
 
 INLINE void NAME(store16)(T *p, vf v) {
 #if STEP == 1
@@ -119,53 +29,180 @@ INLINE vf NAME(load16)(const T *p) {
 #endif
 }
 
+// Rounds to T and stores as A.
+INLINE void NAME(put16)(A *p, vf v) {
+#if STEP == 2 && !HAS_DOT
+    vf_store(p, vf_swap_pairs(vf_round_bf16(v)));
+#else
+    NAME(store16)(p, v);
+#endif
+}
+
+INLINE vf NAME(get16)(const A *p) {
+#if STEP == 2 && !HAS_DOT
+    return vf_swap_pairs(vf_load(p));
+#else
+    return NAME(load16)(p);
+#endif
+}
+
+// Products of m_count rows and n_count units, which begin `offset` bytes into each segment and lie unit_stride bytes
+// apart. See multiply. Lines that a tile will want in a moment are asked for: no hardware looks ahead far enough.
+INLINE void NAME(tile)(int m_count, int n_count, const T *const *segments, int n_segments, long offset,
+                       long unit_stride, int steps, const A *x, long ldx, float *out, long ldo, int accumulate) {
+    vf acc[TILE_ROWS][4];
+#pragma GCC unroll 12
+    for (int m = 0; m < m_count; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < n_count; n++) acc[m][n] = accumulate ? vf_load(out + m * ldo + n * LANES) : vf_set(0.0f);
+    for (int s = 0; s < n_segments; s++) {
+        const char *unit = (const char *)segments[s] + offset;
+        const A *xs = x + (long)s * steps * STEP;
+        for (int k = 0; k < steps; k++) {
+#if STEP == 2 && HAS_DOT
+            vi column[4];
+#pragma GCC unroll 4
+            for (int n = 0; n < n_count; n++) column[n] = vi_load(unit + n * unit_stride);
+#pragma GCC unroll 12
+            for (int m = 0; m < m_count; m++) {
+                int32_t pair;
+                memcpy(&pair, xs + m * ldx + k * STEP, 4);
+#pragma GCC unroll 4
+                for (int n = 0; n < n_count; n++) acc[m][n] = bf16_dot(acc[m][n], column[n], pair);
+            }
+#else
+#pragma GCC unroll 2
+            for (int j = 0; j < STEP; j++) {
+                vf column[4];
+#pragma GCC unroll 4
+                for (int n = 0; n < n_count; n++) {
+                    const char *line = unit + n * unit_stride;
+                    if (j) line = hidden(line);
+                    column[n] = STEP == 1 ? vf_load((const float *)line) : j ? bf16_first(line) : bf16_second(line);
+                }
+#pragma GCC unroll 12
+                for (int m = 0; m < m_count; m++) {
+                    const part spread = part_set(xs[m * ldx + k * STEP + j]);
+#pragma GCC unroll 4
+                    for (int n = 0; n < n_count; n++) acc[m][n] = vf_fma_spread(column[n], spread, acc[m][n]);
+                }
+            }
+#endif
+#pragma GCC unroll 4
+            for (int n = 0; n < n_count; n++) __builtin_prefetch(unit + n * unit_stride + LINES_AHEAD * 64, 0, 2);
+            unit += 64;
+        }
+    }
+#pragma GCC unroll 12
+    for (int m = 0; m < m_count; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < n_count; n++) vf_store(out + m * ldo + n * LANES, acc[m][n]);
+}
+
+// One tile: n_count in {1, 2, 4}, and m_count at most TILE_ROWS, DOUBLE_ROWS or QUAD_ROWS.
+static void NAME(tile_of)(int m_count, int n_count, const T *const *segments, int n_segments, long offset,
+                          long unit_stride, int steps, const A *x, long ldx, float *out, long ldo, int accumulate) {
+#define CASE(M, N) \
+    case (M) * 8 + (N): \
+        NAME(tile)(M, N, segments, n_segments, offset, unit_stride, steps, x, ldx, out, ldo, accumulate); \
+        break;
+    switch (m_count * 8 + n_count) {
+        CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) CASE(1, 2) CASE(1, 4)
+#if PART_LANES == 16
+        CASE(7, 1) CASE(8, 1) CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1)
+        CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
+        CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)
+        CASE(2, 4) CASE(3, 4) CASE(4, 4) CASE(5, 4) CASE(6, 4)
+#endif
+        default: MG_ASSERT(!"no such tile");
+    }
+#undef CASE
+}
+
+// Rows of tiles that share m_count rows evenly.
+INLINE int NAME(tile_rows)(int m_count, int most) {
+    const int passes = (m_count + most - 1) / most;
+    return (m_count + passes - 1) / passes;
+}
+
+// out[m, n] (+)= sum over segments and k of x[m, k] * unit[n][k], for units that lie unit_stride elements apart.
+static void NAME(multiply)(int m_count, int n_units, const T *const *segments, int n_segments, long unit_stride,
+                           int steps, const A *x, long ldx, float *out, long ldo, int accumulate) {
+#if STEP == 2 && !HAS_DOT
+    // Many rows: each unit is made floats once for all of them.
+    if (m_count > 2 * TILE_ROWS && n_segments == 1 && steps <= LINE_BLOCK) {
+        const int most = NAME(tile_rows)(m_count, TILE_ROWS);
+        _Alignas(64) float panel[LINE_BLOCK * STEP * LANES];
+        const float *floats = panel;
+        for (int n = 0; n < n_units; n++) {
+            const T *line = *segments + n * unit_stride;
+            for (int k = 0; k < steps; k++, line += LANES * STEP) {
+                vf_store(panel + k * STEP * LANES, bf16_second(line));
+                vf_store(panel + (k * STEP + 1) * LANES, bf16_first(line));
+                __builtin_prefetch(line + LINE_BLOCK * STEP * LANES, 0, 2);
+            }
+            for (int m = 0; m < m_count; m += most)
+                tile_of_f32(smaller(m_count - m, most), 1, &floats, 1, 0, 0, steps * STEP, x + m * ldx, ldx,
+                            out + m * ldo + n * LANES, ldo, accumulate);
+        }
+        return;
+    }
+#endif
+    for (int n = 0; n < n_units;) {
+        const int left = n_units - n;
+        const int n_count = left >= 4 && (PART_LANES == 16 || m_count <= QUAD_ROWS)   ? 4
+                            : left >= 2 && (PART_LANES == 16 || m_count <= DOUBLE_ROWS) ? 2
+                                                                                         : 1;
+        const int most = NAME(tile_rows)(m_count, n_count == 4 ? QUAD_ROWS : n_count == 2 ? DOUBLE_ROWS : TILE_ROWS);
+        for (int m = 0; m < m_count; m += most)
+            NAME(tile_of)(smaller(m_count - m, most), n_count, segments, n_segments,
+                          n * unit_stride * sizeof(T), unit_stride * sizeof(T), steps, x + m * ldx, ldx,
+                          out + m * ldo + n * LANES, ldo, accumulate);
+        n += n_count;
+    }
+}
+
 // x [rows, k_size] times packed weights of `units` units, inside a parallel region. Work is handed out in chunks of
-// columns on demand, so a busy core slows the step by its share only. Epilogues:
+// columns on demand, so a busy core slows the step by its share only. Several tiles of rows take a chunk in blocks
+// along K, so that its weights come from memory once, while there is arithmetic to wait for them. Epilogues:
 //   STORE       out[row, n] = y (+ bias[n])
 //   ADD         out[row, n] += y
 //   SILU_MUL    units come in (gate, up) pairs; act[row, n / 2] = silu(gate) * up
 //   STORE_SILU  act[row, n] = silu(y + bias[n])
-static void NAME(linear)(mg_member *member, mg_epilogue epilogue, const T *x, long ldx, int rows, int k_size,
-                         const T *weights, int units, const float *bias, float *out, long ldo, T *act, long lda) {
+static void NAME(linear)(mg_member *member, mg_epilogue epilogue, const A *x, long ldx, int rows, int k_size,
+                         const T *weights, int units, const float *bias, float *out, long ldo, A *act, long lda) {
     const int wide = units >= 128 ? 4 : 2;
-    const int chunks = (units + wide - 1) / wide;
+    const int chunks = (units + wide - 1) / wide, lines = k_size / STEP;
+    const long unit_size = (long)k_size * LANES;
     TEAM_CLAIMED(chunk, chunks) {
-        const int first = chunk * wide;
-        const int width = units - first < wide ? units - first : wide;
-        float y[MAX_TILE_ROWS][4 * LANES];
-        // The second pass finds its weights in the cache and reads ahead, so it should be long enough for that.
-        const int most = NAME(max_rows)(width), passes = (rows + most - 1) / most;
-        const int step = passes == 2 && rows > most + 2 ? (rows + 1) / 2 : most;
-        for (int row = 0; row < rows; row += step) {
-            const int m_count = rows - row < step ? rows - row : step;
-            for (int n = 0; n < width;) {
-                const int n_count = width - n >= 4 ? 4 : width - n >= 2 ? 2 : 1;
-                const T *unit = weights + (long)(first + n) * k_size * LANES;
-                // Most often the chunk that this thread claims next.
-                const int next = first + n + member->team->size * wide;
-                const T *ahead = row == step && next + n_count <= units ? weights + (long)next * k_size * LANES : NULL;
-                NAME(multiply)(m_count, n_count, &unit, 1, (long)k_size * LANES, k_size / STEP, x + row * ldx, ldx,
-                               &y[0][n * LANES], 4 * LANES, 0, ahead);
-                n += n_count;
+        const int first = chunk * wide, width = smaller(units - first, wide);
+        _Alignas(64) float y[ROW_BLOCK][4 * LANES];
+        for (int row = 0; row < rows; row += ROW_BLOCK) {
+            const int m_count = smaller(rows - row, ROW_BLOCK);
+            const int block = m_count > BLOCKED_ROWS ? LINE_BLOCK : lines;
+            for (int k = 0; k < lines; k += block) {
+                const T *unit = weights + first * unit_size + (long)k * LANES * STEP;
+                NAME(multiply)(m_count, width, &unit, 1, unit_size, smaller(lines - k, block),
+                               x + row * ldx + (long)k * STEP, ldx, y[0], 4 * LANES, k > 0);
             }
             for (int m = 0; m < m_count; m++)
                 for (int n = 0; n < width; n++) {
                     const long column = (long)(first + n) * LANES;
                     vf v = vf_load(&y[m][n * LANES]);
-                    if (bias) v += vf_load(bias + column);
+                    if (bias) v = vf_add(v, vf_load(bias + column));
                     switch (epilogue) {
                         case STORE: vf_store(out + (row + m) * ldo + column, v); break;
                         case ADD: {
                             float *target = out + (row + m) * ldo + column;
-                            vf_store(target, vf_load(target) + v);
+                            vf_store(target, vf_add(vf_load(target), v));
                             break;
                         }
                         case SILU_MUL:
                             if (n % 2 == 0)
-                                NAME(store16)(act + (row + m) * lda + column / 2,
-                                              vf_silu(v) * vf_load(&y[m][(n + 1) * LANES]));
+                                NAME(put16)(act + (row + m) * lda + column / 2,
+                                            vf_mul(vf_silu(v), vf_load(&y[m][(n + 1) * LANES])));
                             break;
-                        case STORE_SILU: NAME(store16)(act + (row + m) * lda + column, vf_silu(v)); break;
+                        case STORE_SILU: NAME(put16)(act + (row + m) * lda + column, vf_silu(v)); break;
                     }
                 }
         }

@@ -5,11 +5,11 @@
 // that is never drawn.
 static float row_max(const float *row, int n) {
     vf top = vf_set(-INFINITY);
-    vi unordered = {0};
+    vi unordered = vi_set(0);
     int i = 0;
     for (; i + LANES <= n; i += LANES) {
         const vf v = vf_load(row + i);
-        unordered |= v != v;
+        unordered = vi_or(unordered, vf_is_nan(v));
         top = vf_max(top, v);
     }
     float m = vf_hmax(top);
@@ -53,7 +53,7 @@ static void top_k_row(const float *row, int n, int k, int32_t *id, float *probab
         const int count = n - i < LANES ? n - i : LANES;
         if (count == LANES) {
             const vf v = vf_load(row + i);
-            sum += vf_exp(v - vf_set(m));
+            sum = vf_add(sum, vf_exp(vf_sub(v, vf_set(m))));
             if (held == k && !vf_any_above(v, best[k - 1])) continue;
         } else
             for (int j = 0; j < count; j++) rest += expf(row[i + j] - m);
@@ -108,8 +108,8 @@ static int32_t draw(const float *row, int n, float temperature, int top_k, float
         for (int j = i; j < i + BLOCK && j < n; j += LANES) {
             vf v = vf_set(-INFINITY);
             memcpy(&v, row + j, sizeof(float) * (n - j < LANES ? n - j : LANES));
-            v = vf_exp((v - highest) * inverse);
-            sum += v;
+            v = vf_exp(vf_mul(vf_sub(v, highest), inverse));
+            sum = vf_add(sum, v);
             memcpy(weights + j, &v, sizeof(float) * (n - j < LANES ? n - j : LANES));
         }
         total += vf_sum(sum);

@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "simd.h"
+
 enum { TEAM_COUNTERS = 4, BARRIER_SPINS = 1 << 12, IDLE_LOOKS = 1 << 12, PAUSES_PER_LOOK = 16 };
 
 typedef struct {
@@ -97,6 +99,7 @@ static inline void team_end_loop(mg_member *member) {
 static void *pool_worker(void *argument) {
     mg_worker *self = argument;
     mg_pool *pool = self->pool;
+    float_mode_begin();
     for (int seen = 0;; seen++) {
         for (int looks = 0; atomic_load(&pool->posted) == seen; looks++) {
             if (looks < IDLE_LOOKS) {
@@ -136,7 +139,9 @@ static void pool_run(mg_pool *pool, mg_job job, void *arguments) {
     atomic_store(&pool->busy, size - 1);
     if (size > 1) pool_post(pool);
     mg_member member = {&pool->team, 0, 0};
+    const float_mode before = float_mode_begin();
     job(&member, arguments);
+    float_mode_end(before);
     int spins = 0;
     while (atomic_load(&pool->busy)) team_wait(&spins);
 }

@@ -3,26 +3,55 @@
 //   T        element type of weights, activations and KV pages (float or bf16)
 //   STEP     elements of T that one multiply-add consumes along the reduced dimension (1 or 2)
 //   NAME(x)  the symbol's name for this type
+//   A        element type of activations where they are multiplied: T, or floats rounded to T (see linear.h)
 //
 // Formatted by hand: clang-format 14 takes a call NAME(f)(x) for a declaration.
 // clang-format off
 
+#if STEP == 2 && !HAS_DOT
+#define A float
+#else
+#define A T
+#endif
+
 #include "linear.h"
 #include "attention.h"
 
+// x [n] as operands, made in `room` where they are of another type.
+static const A *NAME(operands)(mg_member *member, const T *x, long n, void *room) {
+#if STEP == 2 && !HAS_DOT
+    A *made = room;
+    TEAM_DEALT(i, n / LANES) NAME(put16)(made + (long)i * LANES, NAME(load16)(x + (long)i * LANES));
+    team_end_loop(member);
+    return made;
+#else
+    (void)member, (void)n, (void)room;
+    return x;
+#endif
+}
+
 // 1 / sqrt(mean(x^2) + eps).
-INLINE vf NAME(rms_scale)(const T *x, int size, float eps) {
+INLINE vf NAME(rms_scale)(const A *x, int size, float eps) {
     vf squares = vf_set(0.0f);
     for (int i = 0; i < size; i += LANES) {
-        const vf v = NAME(load16)(x + i);
+        const vf v = NAME(get16)(x + i);
         squares = vf_fma(v, v, squares);
     }
     return vf_set(1.0f / sqrtf(vf_sum(squares) / size + eps));
 }
 
+INLINE vf NAME(normed)(const float *x, vf scale, const float *weight) {
+    return vf_mul(vf_mul(vf_load(x), scale), vf_load(weight));
+}
+
 INLINE void NAME(rms_norm)(const float *x, const float *weight, int size, float eps, T *out) {
     const vf scale = rms_scale_f32(x, size, eps);
-    for (int i = 0; i < size; i += LANES) NAME(store16)(out + i, vf_load(x + i) * scale * vf_load(weight + i));
+    for (int i = 0; i < size; i += LANES) NAME(store16)(out + i, NAME(normed)(x + i, scale, weight + i));
+}
+
+INLINE void NAME(rms_norm_operand)(const float *x, const float *weight, int size, float eps, A *out) {
+    const vf scale = rms_scale_f32(x, size, eps);
+    for (int i = 0; i < size; i += LANES) NAME(put16)(out + i, NAME(normed)(x + i, scale, weight + i));
 }
 
 // In place: optional RMS norm of each head (Qwen 3), then rotary embedding in the half-split convention.
@@ -30,14 +59,14 @@ INLINE void NAME(norm_and_rotate)(float *x, const float *norm, const float *cos,
                                   float eps) {
     if (norm) {
         const vf scale = rms_scale_f32(x, size, eps);
-        for (int i = 0; i < size; i += LANES) vf_store(x + i, vf_load(x + i) * scale * vf_load(norm + i));
+        for (int i = 0; i < size; i += LANES) vf_store(x + i, NAME(normed)(x + i, scale, norm + i));
     }
     const int half = size / 2;
     int i = 0;
     for (; i + LANES <= half; i += LANES) {
         const vf a = vf_load(x + i), b = vf_load(x + i + half), c = vf_load(cos + i), s = vf_load(sin + i);
-        vf_store(x + i, vf_fma(a, c, -(b * s)));
-        vf_store(x + i + half, vf_fma(b, c, a * s));
+        vf_store(x + i, vf_fma(a, c, vf_neg(vf_mul(b, s))));
+        vf_store(x + i + half, vf_fma(b, c, vf_mul(a, s)));
     }
     for (; i < half; i++) {
         const float a = x[i], b = x[i + half];
@@ -49,9 +78,9 @@ INLINE void NAME(norm_and_rotate)(float *x, const float *norm, const float *cos,
 // Norms of all rows into x_norm.
 INLINE void NAME(norm_rows)(mg_member *member, const mg_workspace *ws, const float *weight, int rows, int hidden,
                             float eps) {
-    T *x_norm = ws->x_norm;
+    A *x_norm = ws->x_norm;
     TEAM_DEALT(row, rows)
-        NAME(rms_norm)(ws->residual + (long)row * hidden, weight, hidden, eps, x_norm + (long)row * hidden);
+        NAME(rms_norm_operand)(ws->residual + (long)row * hidden, weight, hidden, eps, x_norm + (long)row * hidden);
     team_end_loop(member);
 }
 
@@ -64,8 +93,8 @@ static void NAME(place_row)(const mg_model *model, const mg_batch *batch, const 
     const float *sin = model->sin + (long)batch->positions[row] * (head_dim / 2);
     for (int h = 0; h < model->heads; h++)
         NAME(norm_and_rotate)(x + h * head_dim, layer->q_norm, cos, sin, head_dim, model->eps);
-    T *q = (T *)ws->q + (long)row * q_size;
-    for (int i = 0; i < q_size; i += LANES) NAME(store16)(q + i, vf_load(x + i));
+    A *q = (A *)ws->q + (long)row * q_size;
+    for (int i = 0; i < q_size; i += LANES) NAME(put16)(q + i, vf_load(x + i));
     const int slot = batch->slots[row], place = slot % LANES;
     const long page = layer_offset + (slot / LANES) * (long)kv_size * LANES;
     for (int h = 0; h < model->kv_heads; h++) {
@@ -127,9 +156,10 @@ static void NAME(forward_member)(mg_member *member, void *arguments) {
 
 static void NAME(forward)(mg_pool *pool, const mg_model *model, const mg_batch *batch, mg_workspace *ws,
                           void *hidden_out) {
-    // Rows of one sequence that share their full pages attend together, as many as fill a tile of the micro-kernel.
+    // Rows of one sequence that share their full pages attend together.
     const int group = model->heads / model->kv_heads;
-    const int rows_per_tile = group >= MAX_TILE_ROWS ? 1 : MAX_TILE_ROWS / group;
+    const int most = batch->rows < PROMPT_ROWS ? QUERY_ROWS : PROMPT_QUERY_ROWS;
+    const int rows_per_tile = group >= most ? 1 : most / group;
     int n_tiles = 0;
     for (int row = 0; row < batch->rows; row++) {
         int32_t *last = ws->tiles + 2 * (n_tiles - 1);
@@ -147,7 +177,8 @@ static void NAME(forward)(mg_pool *pool, const mg_model *model, const mg_batch *
 
 static void NAME(project_member)(mg_member *member, void *arguments) {
     const project_job *job = arguments;
-    NAME(linear)(member, STORE, job->x, job->k_size, job->rows, job->k_size, job->weights, job->units, NULL, job->out,
+    const A *x = NAME(operands)(member, job->x, (long)job->rows * job->k_size, job->room);
+    NAME(linear)(member, STORE, x, job->k_size, job->rows, job->k_size, job->weights, job->units, NULL, job->out,
                  (long)job->units * LANES, NULL, 0);
 }
 
@@ -158,8 +189,9 @@ static void NAME(heads_member)(mg_member *member, void *arguments) {
     const mg_heads *heads = job->heads;
     const int up = heads->heads * heads->inner, hidden = heads->hidden, n = job->n;
     const T *x = job->x;
-    T *act = job->act, *state_t = job->state_t;
-    NAME(linear)(member, STORE_SILU, job->x_in, heads->in_size, n, heads->in_size, heads->up, up / LANES,
+    A *act = job->act, *state_t = job->state_t;
+    const A *x_in = NAME(operands)(member, job->x_in, (long)n * heads->in_size, job->room);
+    NAME(linear)(member, STORE_SILU, x_in, heads->in_size, n, heads->in_size, heads->up, up / LANES,
                  heads->up_bias, NULL, 0, act, up);
     for (int h = 0; h < heads->heads; h++)
         NAME(linear)(member, STORE, act + (long)h * heads->inner, up, n, heads->inner,
@@ -167,20 +199,21 @@ static void NAME(heads_member)(mg_member *member, void *arguments) {
                      job->state + (long)h * n * hidden, hidden, NULL, 0);
     TEAM_DEALT(r, heads->heads * n)
         for (int i = 0; i < hidden; i += LANES)
-            NAME(store16)(state_t + (long)r * hidden + i,
-                          vf_load(job->state + (long)r * hidden + i) + NAME(load16)(x + (long)(r % n) * hidden + i));
+            NAME(put16)(state_t + (long)r * hidden + i, vf_add(vf_load(job->state + (long)r * hidden + i),
+                                                              NAME(load16)(x + (long)(r % n) * hidden + i)));
     team_end_loop(member);
     NAME(linear)(member, STORE, state_t, hidden, heads->heads * n, hidden, heads->draft_lm_head,
                  heads->draft_vocab_padded / LANES, NULL, job->logits, heads->draft_vocab_padded, NULL, 0);
 }
 
 // [x / rms(x); e / rms(e)] of a state and an embedding.
-INLINE void NAME(block_input)(const T *state, const T *embedding, int size, T *out) {
-    const T *parts[2] = {state, embedding};
-    for (int part = 0; part < 2; part++) {
-        const vf scale = NAME(rms_scale)(parts[part], size, part ? 1e-12f : 1e-6f);
+INLINE void NAME(block_input)(const A *state, const T *embedding, int size, A *out) {
+    for (int i = 0; i < size; i += LANES) NAME(put16)(out + size + i, NAME(load16)(embedding + i));
+    const A *halves[2] = {state, out + size};
+    for (int half = 0; half < 2; half++) {
+        const vf scale = NAME(rms_scale)(halves[half], size, half ? 1e-12f : 1e-6f);
         for (int i = 0; i < size; i += LANES)
-            NAME(store16)(out + part * size + i, NAME(load16)(parts[part] + i) * scale);
+            NAME(put16)(out + half * size + i, vf_mul(NAME(get16)(halves[half] + i), scale));
     }
 }
 
@@ -191,14 +224,20 @@ static void NAME(follow_member)(mg_member *member, void *arguments) {
     const mg_heads *heads = job->heads;
     mg_follow *follow = job->follow;
     const int hidden = heads->hidden, inner = heads->inner, in_size = heads->in_size, width = heads->draft_vocab_padded;
-    const T *above = job->hidden, *embed = heads->embed;
-    T *x_in = job->x_in;
+    const T *given = job->hidden, *embed = heads->embed;
+    A *x_in = job->x_in;
     for (int level = 0; level < heads->heads; level++) {
         const int rows = follow->rows;
-        T *states = job->states[level % 2];
+        A *states = job->states[level % 2], *above = job->states[(level + 1) % 2];
         if (!rows) break;
+        if (level == 0) {
+            TEAM_DEALT(r, rows)
+                for (int i = 0; i < hidden; i += LANES)
+                    NAME(put16)(above + (long)r * hidden + i, NAME(load16)(given + (long)follow->from[r] * hidden + i));
+            team_end_loop(member);
+        }
         TEAM_DEALT(r, rows)
-            NAME(block_input)(above + (long)follow->from[r] * hidden, embed + (long)follow->token[r] * hidden, hidden,
+            NAME(block_input)(above + (long)(level ? follow->from[r] : r) * hidden, embed + (long)follow->token[r] * hidden, hidden,
                               x_in + (long)r * in_size);
         team_end_loop(member);
         NAME(linear)(member, STORE_SILU, x_in, in_size, rows, in_size,
@@ -208,9 +247,9 @@ static void NAME(follow_member)(mg_member *member, void *arguments) {
                      hidden / LANES, NULL, job->sums, hidden, NULL, 0);
         TEAM_DEALT(r, rows)
             for (int i = 0; i < hidden; i += LANES)
-                NAME(store16)(states + (long)r * hidden + i,
-                              vf_load(job->sums + (long)r * hidden + i) +
-                                  NAME(load16)(above + (long)follow->from[r] * hidden + i));
+                NAME(put16)(states + (long)r * hidden + i,
+                            vf_add(vf_load(job->sums + (long)r * hidden + i),
+                                   NAME(get16)(above + (long)(level ? follow->from[r] : r) * hidden + i)));
         team_end_loop(member);
         NAME(linear)(member, STORE, states, hidden, rows, hidden, heads->draft_lm_head, width / LANES, NULL,
                      job->logits, width, NULL, 0);
@@ -218,7 +257,6 @@ static void NAME(follow_member)(mg_member *member, void *arguments) {
         team_end_loop(member);
         if (member->index == 0) follow_choose(follow, level + 1 < heads->heads);
         team_end_loop(member);
-        above = states;
     }
 }
 
@@ -237,3 +275,5 @@ static void NAME(copy_slots)(const mg_model *model, const int32_t *from, const i
             }
     }
 }
+
+#undef A
