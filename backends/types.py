@@ -75,12 +75,44 @@ class DecodingPlan:
     adapted_from: str = ""
 
 
+class TokenGrammar(Protocol):
+    """Which tokens may come next in one answer: the state of that answer alone, moved on by its accepted tokens.
+
+    Not thread-safe, and never shared by two answers. Nothing here raises: what goes wrong is told by ``error``.
+    """
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer can't go on, for the client; None while it can. For ever, once set."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is said: nothing but the end may follow. False after an error."""
+        ...
+
+    @property
+    def is_document(self) -> bool:
+        """Whether stop strings inside the text are data, and must not cut it."""
+        ...
+
+    def mask(self, row: Any) -> None:
+        """Set the logits ``row`` [V] (a float32 numpy array, changed in place) of every token that may not come next
+        to minus infinity; of all tokens after an error."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """The token was accepted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to decode. ``deadline_s``: seconds from submission after which it ends with reason "deadline".
 
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
     ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
+    ``grammar``: what the answer must follow, opened for this request alone.
     """
 
     request_id: str
@@ -90,6 +122,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     stats_key: str = ""
     continues: bool = False
+    grammar: TokenGrammar | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +155,8 @@ class DecodeCounters:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a token under softmax of the model's raw logits (before penalties and temperature)."""
+    """Natural-log probability of a token under softmax of the model's raw logits: before penalties, grammar and
+    temperature."""
 
     token_id: int
     token: str
