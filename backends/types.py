@@ -17,6 +17,8 @@ START_LOG = "backends.start"
 """The logger of what takes its time at a start, at INFO: shown on the console unless only errors are asked for."""
 ENGINE_FAILED = "the engine failed on this request; its log says why"
 NOT_FINITE = "the model's logits are not finite"
+GRAMMAR_LIMIT = "the grammar asks for more work than one answer is allowed; make it simpler"
+GRAMMAR_STUCK = "nothing that the model could say next fits the grammar"
 """What a client is told of a failure (:attr:`TokenChunk.error`)."""
 
 

@@ -148,9 +148,11 @@ def _translated(spec: GrammarSpec) -> str:
     if size > most:
         raise GrammarRefused(f"'{spec.param}' has {size} bytes; at most {most} are taken.", spec.param)
     if spec.kind == "json":
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            checked_schema(spec.text, spec.param), overrides=_JSON_OPTIONS
-        )
+        schema = checked_schema(spec.text, spec.param)
+        try:
+            return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_JSON_OPTIONS)
+        except ValueError as error:  # constants nested too deeply
+            raise _refusal(spec, str(error)) from None
     if spec.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":

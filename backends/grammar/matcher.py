@@ -9,11 +9,9 @@ import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
-log = logging.getLogger(__name__)
+from backends.types import GRAMMAR_LIMIT, GRAMMAR_STUCK
 
-GRAMMAR_LIMIT = "the grammar asks for more work than one answer is allowed; make it simpler"
-GRAMMAR_STUCK = "nothing that the model could say next fits the grammar"
-"""What a client is told (:attr:`backends.types.TokenGrammar.error`)."""
+log = logging.getLogger(__name__)
 
 
 def _byte_masks() -> NDArray[np.float32]:

@@ -140,8 +140,9 @@ class _Reader:
         if not isinstance(schema, dict):
             raise GrammarRefused(f"'{path}' must be a schema: an object, true or false.", path, "invalid_type")
         if depth > MAX_DEPTH:
-            shown = _cut(path)
-            raise GrammarRefused(f"'{shown}' is nested too deeply: at most {MAX_DEPTH} levels are taken.", shown)
+            raise GrammarRefused(
+                f"'{self._param}' is nested too deeply: at most {MAX_DEPTH} levels are taken.", self._param
+            )
         self._seen.add(id(schema))
         found = {}
         for name, value in schema.items():
