@@ -77,6 +77,22 @@ class DecodingPlan:
     adapted_from: str = ""
 
 
+class GrammarOutlook(Protocol):
+    """What a grammar has to say of tokens to come, for drafting: it never touches the state that decides."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, as far as they are known; usually none."""
+        ...
+
+    def allows(self, token: int) -> bool:
+        """Whether the token may come next."""
+        ...
+
+    def after(self, tokens: Sequence[int]) -> GrammarOutlook | None:
+        """The outlook behind these tokens, itself unchanged; None where they may not come, or nothing may follow."""
+        ...
+
+
 class TokenGrammar(Protocol):
     """Which tokens may come next in one answer: the state of that answer alone, moved on by its accepted tokens.
 
@@ -89,13 +105,17 @@ class TokenGrammar(Protocol):
         ...
 
     @property
-    def complete(self) -> bool:
-        """Whether all is said: nothing but the end may follow. False after an error."""
+    def complete_after(self) -> int | None:
+        """After how many tokens all was said, so that nothing but the end may follow; None: it was not yet."""
         ...
 
     @property
     def is_document(self) -> bool:
         """Whether stop strings inside the text are data, and must not cut it."""
+        ...
+
+    def outlook(self) -> GrammarOutlook | None:
+        """Behind the accepted tokens; None where there is no telling."""
         ...
 
     def mask(self, row: Any) -> None:
@@ -179,7 +199,8 @@ class GenerationStats:
     Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
     when the step that gave its first token had ended, when it ended, each time it stopped drafting for a while, and
     when it stopped for good since it was behind its deadline.
-    ``accepted_lookup_tokens``: of the accepted ones, those looked up in the text rather than guessed by heads.
+    ``accepted_lookup_tokens``: of the accepted ones, those looked up in the text rather than guessed by heads;
+    ``drafted_grammar_tokens``, ``accepted_grammar_tokens``: those that a grammar forced.
     """
 
     method: Method
@@ -190,6 +211,8 @@ class GenerationStats:
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
     accepted_lookup_tokens: int = 0
+    drafted_grammar_tokens: int = 0
+    accepted_grammar_tokens: int = 0
     emitted_tokens: int = 0
     speedup_estimate: float = 1.0
     reason: str = ""

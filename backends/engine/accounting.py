@@ -67,7 +67,7 @@ class StepAccounting:
         if not num_nodes:
             return StepPrice(vanilla_ms + heads_ms, vanilla_ms, vanilla_ms + heads_ms)
         planned_ms = self._cost.decode_ms(num_decoding, num_nodes, num_prefill_rows) + heads_ms
-        looked_up = sum([len(item.draft.from_lookup) for item in scheduled])
+        looked_up = sum([len(item.draft.from_lookup) + len(item.draft.from_grammar) for item in scheduled])
         if not looked_up:
             return StepPrice(planned_ms, vanilla_ms, heads_only_ms=planned_ms)
         heads_only_ms = self._cost.decode_ms(num_decoding, num_nodes - looked_up, num_prefill_rows) + heads_ms
@@ -127,7 +127,9 @@ class StepAccounting:
             step = SequenceStep(
                 emitted,
                 num_drafted=len(item.draft.tokens),
-                num_accepted_of_lookup=len(emitted) - 1 - outcome.accepted_of_heads,
+                num_accepted_of_lookup=len(emitted) - 1 - outcome.accepted_of_heads - outcome.accepted_of_grammar,
+                num_drafted_of_grammar=len(item.draft.from_grammar),
+                num_accepted_of_grammar=outcome.accepted_of_grammar,
                 proposals=item.proposals,
                 drafting_ms=drafting_ms * weight / total if total else drafting_ms / size,
             )

@@ -187,7 +187,10 @@ class EngineCore:
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])
             outcome.emitted.append(token)
-            outcome.accepted_of_heads += row > 0 and row not in item.draft.from_lookup
+            if row in item.draft.from_grammar:
+                outcome.accepted_of_grammar += 1
+            else:
+                outcome.accepted_of_heads += row > 0 and row not in item.draft.from_lookup
             if sequence.accept(token, logits, item.first_row + row):
                 return
         if num_sound < len(result.tokens):

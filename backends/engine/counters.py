@@ -32,6 +32,9 @@ class SequenceStep:
     # Candidates verified, and those among the accepted that were looked up.
     num_drafted: int
     num_accepted_of_lookup: int
+    # Candidates that a grammar forced, and the accepted ones of them.
+    num_drafted_of_grammar: int
+    num_accepted_of_grammar: int
     # The heads' guesses that stood against ``emitted``; None: the heads were not asked.
     proposals: Proposals | None
     # What its own drafts cost over its share of a vanilla step, by the cost table.
@@ -49,6 +52,8 @@ class RequestCounts:
     drafted: int = 0
     accepted: int = 0
     lookup_accepted: int = 0
+    grammar_drafted: int = 0
+    grammar_accepted: int = 0
     # Candidates of the largest draft.
     most_nodes: int = 0
     # What vanilla decoding of the same tokens would have taken, and what the steps took, by the cost table.
@@ -62,6 +67,8 @@ class RequestCounts:
         self.drafted += drafted
         self.accepted += len(step.emitted) - 1
         self.lookup_accepted += step.num_accepted_of_lookup
+        self.grammar_drafted += step.num_drafted_of_grammar
+        self.grammar_accepted += step.num_accepted_of_grammar
         self.most_nodes = max(self.most_nodes, drafted)
         self.vanilla_ms += len(step.emitted) * times.vanilla_ms
         self.spent_ms += times.spent_ms

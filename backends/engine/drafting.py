@@ -16,10 +16,12 @@ from backends.engine.optional_parts import OptionalParts
 from backends.engine.sequence import Sequence
 from backends.engine.step_plan import Outcome, StepPlan
 from backends.runners.base import HeadsRunner, ProposalRequest, Proposals
+from backends.speculation.guided import guided
 from backends.speculation.prompt_lookup import Continuation
 from backends.speculation.tree_builder import Draft, DraftRequest, lookup_pays, min_survival, plan_drafts
 from backends.speculation.undrafted import Why
 from backends.tree import MAX_DEPTH
+from backends.types import TokenGrammar
 
 # Shared by all that draft nothing: a draft is not changed once it is planned.
 NO_DRAFT = Draft()
@@ -128,6 +130,9 @@ class DraftPlanner:
 
     def _draft_request(self, sequence: Sequence, look_up: bool) -> DraftRequest | None:
         """None when there is nothing to draft from or no use for it."""
+        grammar = sequence.request.grammar
+        if grammar is not None and sequence.request.plan.tree is None and sequence.speculation.enabled:
+            return self._guided_request(sequence, grammar, look_up)
         if sequence.proposals is None and (sequence.lookup is None or not look_up):
             return None
         # A runner has room for paths of MAX_DEPTH candidates, whatever drafts them.
@@ -141,6 +146,26 @@ class DraftPlanner:
             max_depth=min(plan.num_heads, longest),
             trust=sequence.speculation.trust,
             tree=plan.tree,
+            lookup=lookup,
+            longest=longest,
+        )
+
+    def _guided_request(self, sequence: Sequence, grammar: TokenGrammar, look_up: bool) -> DraftRequest | None:
+        """What is guessed and looked up, as the sequence's grammar allows it, and what that forces."""
+        plan, longest = sequence.request.plan, min(sequence.remaining - 1, MAX_DEPTH)
+        outlook = grammar.outlook()
+        if outlook is None or longest <= 0:
+            return None
+        proposals = guided(sequence.proposals, outlook, trust=sequence.speculation.trust, longest=longest)
+        lookup = self._look_up(sequence) if look_up else None
+        if lookup is not None and not outlook.allows(lookup.tokens[0]):
+            lookup = None
+        if proposals is None and lookup is None:
+            return None
+        return DraftRequest(
+            proposals=proposals,
+            max_nodes=plan.max_nodes,
+            max_depth=longest if proposals is not None else min(plan.num_heads, longest),
             lookup=lookup,
             longest=longest,
         )

@@ -128,7 +128,7 @@ class Sequence:
             self.text.add_logprobs(start, entry)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
-        elif self.request.grammar is not None and self.request.grammar.complete:
+        elif self.processor is not None and self.processor.complete:
             # What would follow is the token that ends an answer, which is no part of it.
             self.finish_reason = "stop"
         elif self.num_generated >= sampling.max_tokens:
@@ -206,6 +206,8 @@ class Sequence:
             drafted_tokens=counts.drafted,
             accepted_draft_tokens=counts.accepted,
             accepted_lookup_tokens=counts.lookup_accepted,
+            drafted_grammar_tokens=counts.grammar_drafted,
+            accepted_grammar_tokens=counts.grammar_accepted,
             emitted_tokens=self.num_generated,
             speedup_estimate=self.speedup,
             reason=reason,

@@ -87,3 +87,5 @@ class Outcome:
     emitted: list[int] = field(default_factory=list)
     # How many of them are candidates that the heads had guessed.
     accepted_of_heads: int = 0
+    # How many of them are candidates that the grammar had forced.
+    accepted_of_grammar: int = 0

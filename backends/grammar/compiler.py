@@ -75,11 +75,10 @@ class GrammarCompiler:
         compiled = self._compiled(spec, tokenizer)
         if compiled.refusal is not None:
             raise GrammarRefused(*compiled.refusal)
-        return GrammarMatcher(
-            llguidance.LLMatcher(tokenizer, compiled.grammar, log_level=0, limits=_limits()),
-            self._buffers,
-            is_document=spec.is_document,
+        deciding, looking = (
+            llguidance.LLMatcher(tokenizer, compiled.grammar, log_level=0, limits=_limits()) for _ in range(2)
         )
+        return GrammarMatcher(deciding, self._buffers, is_document=spec.is_document, looking=looking)
 
     def _llguidance_tokenizer(self, spec: GrammarSpec) -> llguidance.LLTokenizer:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import llguidance
@@ -35,19 +36,48 @@ class MaskBuffers:
         self.row = self.values.reshape(-1)[:vocab_size]
 
 
+class Outlook:
+    """See :class:`backends.types.GrammarOutlook`."""
+
+    __slots__ = ("_matcher",)
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    def forced(self) -> list[int]:
+        return self._matcher.compute_ff_tokens()
+
+    def allows(self, token: int) -> bool:
+        return self._matcher.validate_tokens([token]) == 1
+
+    def after(self, tokens: Sequence[int]) -> Outlook | None:
+        copy = self._matcher.deep_copy()
+        ahead = list(tokens)
+        if copy.try_consume_tokens(ahead) < len(ahead) or copy.is_stopped():
+            return None
+        return Outlook(copy)
+
+
 class GrammarMatcher:
     """See :class:`backends.types.TokenGrammar`. ``matcher``: llguidance's, for this answer alone: a copy of another's
-    would share its lexer, whose limits one answer could then use up for all."""
+    would share its lexer, whose limits one answer could then use up for all. ``looking``: another one, and for the same
+    reason no copy, that looks ahead: whatever that costs, the answer ends where it would without."""
 
-    def __init__(self, matcher: llguidance.LLMatcher, buffers: MaskBuffers, *, is_document: bool) -> None:
-        self._matcher, self._buffers = matcher, buffers
+    def __init__(
+        self,
+        matcher: llguidance.LLMatcher,
+        buffers: MaskBuffers,
+        *,
+        is_document: bool,
+        looking: llguidance.LLMatcher | None = None,
+    ) -> None:
+        self._matcher, self._buffers, self._looking = matcher, buffers, looking
+        self._unseen: list[int] = []
+        self._tokens = 0
+        self.complete_after: int | None = None
         self.is_document = is_document
         self.error: str | None = None
         self._look()
-
-    @property
-    def complete(self) -> bool:
-        return self.error is None and self._matcher.is_stopped() and self._matcher.is_accepting()
 
     def mask(self, row: Any) -> None:
         if self.error is None:
@@ -64,9 +94,26 @@ class GrammarMatcher:
     def advance(self, token: int) -> None:
         if self.error is None and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
+            self._tokens += 1
+            self._unseen.append(token)
             self._look()
+
+    def outlook(self) -> Outlook | None:
+        looking = self._looking
+        if looking is None or self.error is not None:
+            return None
+        if self._unseen:
+            looking.consume_tokens(self._unseen)
+            self._unseen = []
+        if looking.is_stopped():
+            # At its end, or failed: drafts are then made without it.
+            self._looking = None
+            return None
+        return Outlook(looking)
 
     def _look(self) -> None:
         if self._matcher.is_error():
             self.error = GRAMMAR_STUCK if "NoExtension" in self._matcher.get_error() else GRAMMAR_LIMIT
             log.warning("a grammar fails: %s", self._matcher.get_error().partition("\n")[0][:200])
+        elif self.complete_after is None and self._matcher.is_stopped() and self._matcher.is_accepting():
+            self.complete_after = self._tokens

@@ -44,6 +44,7 @@ class LogitProcessor:
     counts: Counter[int] = field(default_factory=Counter)
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] = field(init=False)
     _has_penalties: bool = field(init=False)
+    _accepted: int = 0
     _told: int = 0
     """Tokens of this step that the grammar has been told, but :meth:`accept` has not."""
 
@@ -75,11 +76,17 @@ class LogitProcessor:
     def accept(self, token: int) -> None:
         """``token`` is now part of the answer; call it for each, in their order."""
         self.counts[token] += 1
+        self._accepted += 1
         if self.grammar is not None:
             if self._told:
                 self._told -= 1
             else:
                 self.grammar.advance(token)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has all that its grammar asks for; the grammar may have been told more than is accepted."""
+        return self.grammar is not None and self.grammar.complete_after == self._accepted
 
     def _apply_penalties(self, row: NDArray[np.float32], ahead: SequenceOf[int]) -> None:
         params = self.params

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from backends.cost.step_cost import StepCost
 from backends.heads.expansion import LEAST_SURVIVAL
 from backends.runners.base import Proposals
+from backends.speculation.guided import GuidedProposals
 from backends.speculation.prompt_lookup import Continuation
 from backends.tree import CandidateTree
 
@@ -24,7 +25,8 @@ class Draft:
 
     ``parents[i]`` is the row of node i's parent, the root being row 0 and node i row i + 1. ``expected``: tokens that
     the nodes are expected to add. ``from_lookup``: rows that are there because the text has gone on so before
-    (:mod:`backends.speculation.prompt_lookup`); all others come from the heads.
+    (:mod:`backends.speculation.prompt_lookup`); ``from_grammar``: because nothing else may follow
+    (:mod:`backends.speculation.guided`); all others come from the heads.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -32,6 +34,7 @@ class Draft:
     expected: float = 0.0
     expected_of_heads: float = 0.0
     from_lookup: set[int] = field(default_factory=set)
+    from_grammar: set[int] = field(default_factory=set)
 
     def children(self) -> list[dict[int, int]]:
         """For every row (root first): token -> row of the child that holds it."""
@@ -130,7 +133,9 @@ def plan_drafts(
         draft.tokens.append(node.token)
         draft.parents.append(node.parent_row)
         draft.expected += node.survival
-        if node.from_lookup:
+        if node.from_grammar:
+            draft.from_grammar.add(len(draft.tokens))
+        elif node.from_lookup:
             draft.from_lookup.add(len(draft.tokens))
         else:
             draft.expected_of_heads += node.survival
@@ -183,6 +188,7 @@ class _Node(NamedTuple):
     parent_row: int
     survival: float
     from_lookup: bool
+    from_grammar: bool
 
 
 class _Guesses(NamedTuple):
@@ -202,11 +208,12 @@ class _Lists:
     ``taken`` counts the nodes.
     """
 
-    __slots__ = ("_lists", "_looked_up", "_proposals", "_trust", "depth", "nodes", "taken")
+    __slots__ = ("_lists", "_looked_up", "_proposals", "_trust", "depth", "forced", "nodes", "taken")
 
     def __init__(self, request: DraftRequest) -> None:
         self._proposals, self._trust = request.proposals, request.trust
         self._lists: dict[int, _Guesses] = {}
+        self.forced = request.proposals.forced if isinstance(request.proposals, GuidedProposals) else frozenset()
         self.depth, self.nodes, self.taken = request.max_depth, request.max_nodes, 0
         self._looked_up: dict[int, int] = {}  # list of guesses -> the token that was looked up
         if request.lookup is not None:
@@ -308,7 +315,8 @@ def _best_first(
         if found.taken >= found.nodes:
             continue
         survival, (siblings, probabilities, below) = -negative, found.guesses(index)
-        order.append(_Node(key, siblings[rank], parent_row, survival, found.from_lookup(index, siblings[rank])))
+        token = siblings[rank]
+        order.append(_Node(key, token, parent_row, survival, found.from_lookup(index, token), index in found.forced))
         tokens += survival
         ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * row_cost_factor)
         if ratio > best_ratio:

@@ -18,11 +18,18 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure Medusa, vanilla and transformers' generate side by side",
         description="Contestants take turns on the same prompts; cells report medians over rounds. `bench sweep` "
-        "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench telemetry` "
+        "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench structured` "
+        "measures answers by JSON schema; `bench telemetry` "
         "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without.",
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=("decoding", "sweep", "telemetry"), default="decoding", help="default: %(default)s")
+    add(
+        "what",
+        nargs="?",
+        choices=("decoding", "sweep", "structured", "telemetry"),
+        default="decoding",
+        help="default: %(default)s",
+    )
     add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner", "--quantize")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds")
     add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24")
@@ -52,7 +59,9 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None and args.what != "telemetry":
             raise CommandError(f"--{flag.replace('_', '-')} is only for bench telemetry, not for bench {args.what}")
     try:
-        report = {"decoding": _decoding, "sweep": _sweep, "telemetry": _telemetry}[args.what](args)
+        report = {"decoding": _decoding, "sweep": _sweep, "structured": _structured, "telemetry": _telemetry}[
+            args.what
+        ](args)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if args.json:
@@ -63,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for cell in report["cells"]:
         print("| " + " | ".join(str(cell[column]) for column in columns) + " |")
+    for name, value in report.items():
+        if name not in ("machine", "cells", "cost_ms"):
+            print(f"{name}: {value}")
     return 0
 
 
@@ -91,6 +103,13 @@ def _sweep(args: argparse.Namespace) -> dict[str, Any]:
         max_tokens=args.max_tokens or 48,
     )
     return run_sweep(options, _progress)
+
+
+def _structured(args: argparse.Namespace) -> dict[str, Any]:
+    from backends.bench.structured import StructuredOptions, run_structured
+
+    options = StructuredOptions(_engine(args), rounds=args.rounds or _ROUNDS, max_tokens=args.max_tokens or 128)
+    return run_structured(options, _progress)
 
 
 def _telemetry(args: argparse.Namespace) -> dict[str, Any]:

@@ -37,7 +37,10 @@ class EvenAfterOdd:
     def error(self) -> str | None:
         return "it has had enough" if len(self.seen) >= self._breaks_after else None
 
-    complete = False
+    complete_after: int | None = None
+
+    def outlook(self) -> None:
+        return None
 
     def mask(self, row: Any) -> None:
         self.calls.append("mask")
@@ -136,9 +139,7 @@ class _Closing(EvenAfterOdd):
 
     is_document = True
 
-    @property
-    def complete(self) -> bool:  # type: ignore[override]
-        return len(self.seen) >= 5
+    complete_after = 5
 
 
 def test_a_complete_grammar_ends_the_answer_and_stop_strings_cut_no_document(loaded: LoadedCore) -> None:
