@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backends.bench.decoding import encode_prompt, machine
-from backends.engine.loading import EngineOptions, LoadedCore, load_core
+from backends.engine.loading import EngineOptions, LoadedCore, load_core, torch_resting
 from backends.grammar.spec import GrammarSpec
 from backends.types import DecodingPlan, GenerationRequest, GenerationStats, SamplingParams, TokenGrammar
 
@@ -146,10 +146,15 @@ class StructuredOptions:
 def run_structured(options: StructuredOptions, progress: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
     """``{machine, cells: [...], ...}``: a cell for each schema, and medians over them. Raises as ``load_core``."""
     loaded = load_core(options.engine)
+    with torch_resting(loaded.core.runner):
+        return _measure(loaded, options, progress)
+
+
+def _measure(loaded: LoadedCore, options: StructuredOptions, progress: Callable[[str], object]) -> dict[str, Any]:
     cells, ratios = [], {"over_free": [], "over_constrained": [], "again": []}
     prompts = {name: encode_prompt(loaded, prompt) for name, (prompt, _) in SCHEMAS.items()}
     _turn(loaded, "person", prompts, "speculation", options.max_tokens)
-    for number, (name, (_, schema)) in enumerate(SCHEMAS.items()):
+    for number, name in enumerate(SCHEMAS):
         runs: dict[str, list[_Run]] = {contestant: [] for contestant in CONTESTANTS}
         for turn in range(options.rounds):
             for offset in range(len(CONTESTANTS)):

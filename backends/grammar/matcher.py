@@ -22,6 +22,11 @@ def _byte_masks() -> NDArray[np.float32]:
 
 
 _BYTE_MASKS = _byte_masks()
+_BITS = np.arange(32, dtype=np.int32)
+# Words of a mask in which something is allowed, up to which the few are picked out one by one.
+_FEW_WORDS = 64
+# Bytes of a mask that are looked at together.
+_CHUNK = 1024
 
 
 class MaskBuffers:
@@ -31,9 +36,26 @@ class MaskBuffers:
         self.vocab_size = vocab_size
         self.bits = np.zeros(-(-vocab_size // 32), np.int32)
         self.address, self.size = self.bits.ctypes.data, self.bits.nbytes
-        self.bytes = self.bits.view(np.uint8)
-        self.values = np.empty((len(self.bytes), 8), np.float32)
-        self.row = self.values.reshape(-1)[:vocab_size]
+        self._bytes = self.bits.view(np.uint8)
+        self._values = np.empty((_CHUNK, 8), np.float32)
+        self._row = self._values.reshape(-1)
+
+    def apply(self, row: NDArray[np.float32]) -> None:
+        """Set what the mask forbids to minus infinity in ``row`` [V]."""
+        words = np.flatnonzero(self.bits)
+        if len(words) <= _FEW_WORDS:
+            within, bit = np.nonzero((self.bits[words][:, None] >> _BITS) & 1)
+            ids = words[within] * 32 + bit
+            kept = row[ids]
+            row.fill(-np.inf)
+            row[ids] = kept
+            return
+        # In pieces that stay in the fastest cache: between two forwards nothing else is.
+        for start in range(0, len(self._bytes), _CHUNK):
+            some = self._bytes[start : start + _CHUNK]
+            np.take(_BYTE_MASKS, some, axis=0, out=self._values[: len(some)], mode="clip")
+            part = row[8 * start : 8 * (start + _CHUNK)]
+            part += self._row[: len(part)]
 
 
 class Outlook:
@@ -86,8 +108,7 @@ class GrammarMatcher:
             # After a limit the mask allows the end, without a word: a cut answer would look finished.
             self._look()
             if self.error is None:
-                np.take(_BYTE_MASKS, buffers.bytes, axis=0, out=buffers.values, mode="clip")
-                row += buffers.row
+                buffers.apply(row)
                 return
         row.fill(-np.inf)
 

@@ -85,7 +85,7 @@ class LogitProcessor:
 
     @property
     def complete(self) -> bool:
-        """Whether the answer has all that its grammar asks for; the grammar may have been told more than is accepted."""
+        """Whether the answer has all that its grammar asks for, which may have been told more than is accepted."""
         return self.grammar is not None and self.grammar.complete_after == self._accepted
 
     def _apply_penalties(self, row: NDArray[np.float32], ahead: SequenceOf[int]) -> None:

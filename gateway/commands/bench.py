@@ -59,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) is not None and args.what != "telemetry":
             raise CommandError(f"--{flag.replace('_', '-')} is only for bench telemetry, not for bench {args.what}")
     try:
-        report = {"decoding": _decoding, "sweep": _sweep, "structured": _structured, "telemetry": _telemetry}[
-            args.what
-        ](args)
+        report = _BENCHES[args.what](args)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if args.json:
@@ -137,6 +135,9 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         return run_telemetry_bench(bench, _progress)
     except RuntimeError as error:  # a gateway that doesn't start says what is to be mended
         raise ValueError(str(error)) from error
+
+
+_BENCHES = {"decoding": _decoding, "sweep": _sweep, "structured": _structured, "telemetry": _telemetry}
 
 
 def _engine(args: argparse.Namespace) -> Any:
