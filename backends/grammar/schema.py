@@ -263,3 +263,25 @@ def keyword_paths(schema: Any, keyword: str, path: str, depth: int = 0) -> Itera
     elif isinstance(schema, list):
         for index, each in enumerate(schema):
             yield from keyword_paths(each, keyword, f"{path}[{index}]", depth + 1)
+
+
+def as_markdown() -> str:
+    """The table of keywords as docs/api.md has it."""
+    limits = {
+        "oneOf": "where its cases exclude each other by type or by a constant; else refused",
+        "pattern": "without look-around and back-references",
+        "format": ", ".join(f"`{name}`" for name in sorted(FORMATS)) + "; others are refused",
+        "minProperties": "up to 1, or to the number of required properties; else refused",
+        "$ref": "to a schema of the same document (`#`, `#/...`, `#anchor`)",
+    }
+    lines = ["| keyword | what is done |", "|---|---|"]
+    lines += [f"| `{name}` | honoured{f': {limits[name]}' if name in limits else ''} |" for name in sorted(HONOURED)]
+    lines += [f"| `{name}` | refused by name; {instead} |" for name, instead in sorted(REFUSED.items())]
+    others = ", ".join(f"`{name}`" for name in sorted(ANNOTATIONS))
+    lines.append(f"| {others}, `x-...` | accepted: they say nothing of which documents are valid |")
+    lines.append("| any other | refused by name |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")
