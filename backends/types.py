@@ -199,8 +199,7 @@ class GenerationStats:
     Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
     when the step that gave its first token had ended, when it ended, each time it stopped drafting for a while, and
     when it stopped for good since it was behind its deadline.
-    ``accepted_lookup_tokens``: of the accepted ones, those looked up in the text rather than guessed by heads;
-    ``drafted_grammar_tokens``, ``accepted_grammar_tokens``: those that a grammar forced.
+    ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", or another drafter's name).
     """
 
     method: Method
@@ -210,9 +209,7 @@ class GenerationStats:
     medusa_steps: int = 0
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
-    accepted_lookup_tokens: int = 0
-    drafted_grammar_tokens: int = 0
-    accepted_grammar_tokens: int = 0
+    accepted_by: Mapping[str, int] = field(default_factory=dict)
     emitted_tokens: int = 0
     speedup_estimate: float = 1.0
     reason: str = ""
@@ -222,6 +219,11 @@ class GenerationStats:
     finished_at: float | None = None
     paused_at: tuple[float, ...] = ()
     behind_at: float | None = None
+
+    @property
+    def accepted_lookup_tokens(self) -> int:
+        """Accepted tokens that were looked up in the text rather than guessed by heads."""
+        return self.accepted_by.get("lookup", 0)
 
     @property
     def tokens_per_step(self) -> float:

@@ -76,7 +76,10 @@ class Calibration:
         """
         if not self.enabled or measured_ms <= 0.0 or predicted_ms <= 0.0:
             return  # a clock that stands still says nothing
-        size = self._sizes.setdefault(sequences.bit_length(), _Size())
+        bucket = sequences.bit_length()
+        size = self._sizes.get(bucket)
+        if size is None:
+            size = self._sizes[bucket] = _Size()
         ratio = min(max(measured_ms / predicted_ms, 1e-3), 1e3)
         size.steps += 1
         size.recent[drafting].append((size.steps, ratio))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
@@ -12,16 +13,16 @@ from backends.cost.calibration import Calibration
 from backends.cost.step_cost import StepCost
 from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
+from backends.engine.drafters import Drafter, HeadsDrafter, LookupDrafter
 from backends.engine.drafting import DraftPlanner
 from backends.engine.optional_parts import OptionalParts
 from backends.engine.scheduler import Scheduler
 from backends.engine.sequence import Sequence, SequenceStatus
-from backends.engine.step_plan import Outcome, ScheduledSequence, StepPlan
+from backends.engine.step_plan import Outcome, StepPlan
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.base import HeadsRunner, ModelRunner
-from backends.runners.batch import PAGE_SIZE
 from backends.speculation.batch_gate import DraftGate
-from backends.speculation.verify import Candidate, count_sound, verify
+from backends.speculation.verify import verify
 from backends.types import (
     ENGINE_FAILED,
     NOT_FINITE,
@@ -53,17 +54,29 @@ class EngineCore:
         observer: Observer | None = None,
         gate: DraftGate | None = None,
         calibration: Calibration | None = None,
+        drafters: SequenceOf[Drafter] = (),
     ) -> None:
+        """``drafters``: who guesses beside heads and prompt lookup."""
         self.runner, self.heads, self.tokenizer = runner, heads, tokenizer
         self.config, self.cost = config, cost
         self._clock, self._observer = clock, observer
         self.optional = OptionalParts(clock)
-        self.accounting = StepAccounting(
-            cost, heads, gate or DraftGate(cost), calibration or Calibration(), self.optional
+        self.gate, calibration = gate or DraftGate(cost), calibration or Calibration()
+        self.accounting = StepAccounting(cost, calibration, self.optional)
+        all_drafters: list[Drafter] = [LookupDrafter(cost, calibration), *drafters]
+        if heads is not None:
+            all_drafters.insert(0, HeadsDrafter(heads, config, cost, self.gate, calibration))
+        self.drafting = DraftPlanner(
+            [(drafter, self.optional.of_drafter(drafter.name)) for drafter in all_drafters],
+            runner.vocab_size,
+            config,
+            cost,
+            calibration,
+            self.optional,
         )
-        self.drafting = DraftPlanner(heads, runner.vocab_size, config, cost, self.accounting, self.optional)
         self.scheduler = Scheduler(config, runner.num_pages, self.drafting, self.accounting, self.optional)
-        self._in_step: list[Sequence] = []
+        # The present or last step; None while it is not planned.
+        self._plan: StepPlan | None = None
         # What is to be told outlives a step that breaks: it is kept here until it is taken.
         self._outbox: list[Emission] = []
 
@@ -74,7 +87,7 @@ class EngineCore:
     @property
     def in_step(self) -> list[str]:
         """Whose rows are in the present or last step."""
-        return list(dict.fromkeys(sequence.id for sequence in self._in_step))
+        return list(dict.fromkeys(sequence.id for sequence in self._sequences_in_step()))
 
     def load(self) -> EngineLoad:
         return self.scheduler.load(self._clock())
@@ -112,17 +125,18 @@ class EngineCore:
         Raises what broke the step as a whole; :meth:`fail_step` then says what is to be told all the same.
         """
         plan = self._schedule()
-        if plan.batch.rows:
+        if plan.num_rows:
             began = self._clock()
             hidden = self._run(plan)
             if plan.scheduled:
                 outcomes = self._verify(plan, hidden)
                 self._commit(outcomes)
-                self.accounting.judge(plan, outcomes)
-                proposals = self.drafting.propose(plan, outcomes, hidden, num_prefilling=self.scheduler.num_prefilling)
+                self.drafting.observe(plan, outcomes)
+                offers_ms = self.drafting.propose(plan, outcomes, hidden)
                 ended = self._mark_time(outcomes)
-                self.accounting.count(plan, outcomes, proposals, began, ended)
-                self._emit_all(outcomes)
+                self.accounting.count(plan, outcomes, offers_ms, began, ended)
+                for outcome in outcomes:
+                    self._emit(outcome.scheduled.sequence)
         return self._take_outbox()
 
     def fail_step(self, message: str) -> list[Emission]:
@@ -130,7 +144,7 @@ class EngineCore:
         client reads; everything, if it broke before rows were dealt. An answer that was complete by then stays one.
         """
         ended = {request_id for request_id, chunk in self._outbox if chunk.finish_reason is not None}
-        for sequence in self._in_step:
+        for sequence in self._sequences_in_step():
             if not self.scheduler.is_running(sequence):
                 continue
             if sequence.id in ended:
@@ -144,19 +158,21 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def _schedule(self) -> StepPlan:
-        """End what is late, admit what is waiting, plan the rows. ``_in_step`` is kept up: :meth:`fail_step` reads it,
-        wherever the step breaks."""
-        self._in_step = self.scheduler.running
+        """End what is late, admit what is waiting, plan the rows."""
+        self._plan = None
         now = self._clock()
         for sequence in self.scheduler.late(now):
             self._end(sequence, "deadline", None)
         self.scheduler.update_deadlines(now)
         self.scheduler.admit(now)
-        self._in_step = self.scheduler.running
-        plan = self.scheduler.schedule()
-        if plan.batch.rows:
-            self._in_step = plan.sequences
-        return plan
+        self._plan = self.scheduler.schedule()
+        return self._plan
+
+    def _sequences_in_step(self) -> list[Sequence]:
+        """Whose rows are in the step; all that run, while it is not planned or has no rows."""
+        if self._plan is not None and self._plan.num_rows:
+            return self._plan.sequences
+        return self.scheduler.running
 
     def _run(self, plan: StepPlan) -> torch.Tensor:
         """One forward of all rows; returns hidden states [outputs, H]. From here on the chunks' tokens are cached."""
@@ -169,51 +185,49 @@ class EngineCore:
     def _verify(self, plan: StepPlan, hidden: torch.Tensor) -> list[Outcome]:
         """Draw tokens, follow the candidates that they match, and add them to the answers."""
         logits = self.runner.logits(hidden)
-        results = verify(self.runner, logits, [_candidate(item) for item in plan.scheduled])
-        sound = count_sound(results, self.runner.vocab_size)
-        outcomes = [Outcome(item, result) for item, result in zip(plan.scheduled, results, strict=True)]
-        for outcome, num_sound in zip(outcomes, sound, strict=True):
+        outcomes = []
+        for item, result in zip(plan.scheduled, verify(self.runner, logits, plan.scheduled), strict=True):
+            outcome = Outcome(item, result)
+            outcomes.append(outcome)
             try:
-                self._accept(outcome, num_sound, logits)
+                self._accept(outcome, logits)
             except Exception as error:  # one request's text must not take the others down
-                self._give_up(outcome.scheduled.sequence, error)
+                self._give_up(item.sequence, error)
         return outcomes
 
-    def _accept(self, outcome: Outcome, num_sound: int, logits: torch.Tensor) -> None:
-        """Append the verified tokens up to the first that ends the answer; the ``num_sound`` first ones."""
-        item, result = outcome.scheduled, outcome.result
-        sequence = item.sequence
-        for token, row in zip(result.tokens[:num_sound], result.rows[:num_sound], strict=True):
+    def _accept(self, outcome: Outcome, logits: torch.Tensor) -> None:
+        """Append the verified tokens up to the first that ends the answer, or that is none."""
+        item, sequence, result = outcome.scheduled, outcome.scheduled.sequence, outcome.result
+        for token, row in zip(result.tokens, result.rows, strict=True):
+            if not 0 <= token < self.runner.vocab_size:
+                log.error("request %s ends: the model's logits are not finite", sequence.id)
+                sequence.finish_reason, sequence.error = "error", NOT_FINITE
+                return
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])
             outcome.emitted.append(token)
-            if row in item.draft.from_grammar:
-                outcome.accepted_of_grammar += 1
-            else:
-                outcome.accepted_of_heads += row > 0 and row not in item.draft.from_lookup
+            if row > 0:
+                source = item.draft.sources[row - 1]
+                outcome.accepted_by[source] = outcome.accepted_by.get(source, 0) + 1
             if sequence.accept(token, logits, item.first_row + row):
                 return
-        if num_sound < len(result.tokens):
-            grammar = sequence.request.grammar
-            sequence.finish_reason, sequence.error = "error", NOT_FINITE
-            if grammar is not None and grammar.error is not None:
-                sequence.error = grammar.error
-            log.error("request %s ends: %s", sequence.id, sequence.error)
 
     def _commit(self, outcomes: list[Outcome]) -> None:
         """Move the accepted candidates' keys and values from scratch into their sequences' pages."""
-        source, target = [], []
+        source: list[int] = []
+        target: list[int] = []
         for outcome in outcomes:
             item = outcome.scheduled
             sequence = item.sequence
             sequence.status = SequenceStatus.DECODE
             first = sequence.num_computed_tokens + item.is_decoding
             sequence.num_computed_tokens = len(sequence.tokens) - 1
-            for offset, row in enumerate(outcome.result.rows[1 : sequence.num_computed_tokens - first + 1]):
-                page, place = divmod(first + offset, PAGE_SIZE)
-                source.append(item.node_slots[row - 1])
-                target.append(sequence.pages[page] * PAGE_SIZE + place)
-        self.runner.copy_slots(source, target)
+            rows = outcome.result.rows[1 : sequence.num_computed_tokens - first + 1]
+            if rows:
+                source += [item.node_slots[row - 1] for row in rows]
+                target += self.scheduler.slots(sequence, first, len(rows))
+        if source:
+            self.runner.copy_slots(source, target)
 
     def _mark_time(self, outcomes: list[Outcome]) -> float:
         """The end of the step in all its sequences; returns it."""
@@ -221,10 +235,6 @@ class EngineCore:
         for outcome in outcomes:
             outcome.scheduled.sequence.mark_time(ended)
         return ended
-
-    def _emit_all(self, outcomes: list[Outcome]) -> None:
-        for outcome in outcomes:
-            self._emit(outcome.scheduled.sequence)
 
     def _emit(self, sequence: Sequence) -> None:
         """What the sequence has to tell; the last chunk takes it out of the books."""
@@ -254,16 +264,3 @@ class EngineCore:
         frames = "".join(traceback.format_tb(error.__traceback__))
         log.error("request %s failed: %s at\n%s", sequence.id, type(error).__qualname__, frames.rstrip())
         sequence.finish_reason, sequence.error = "error", ENGINE_FAILED
-
-
-def _candidate(item: ScheduledSequence) -> Candidate:
-    """What :func:`backends.speculation.verify.verify` needs to know of it."""
-    sequence = item.sequence
-    return Candidate(
-        first_row=item.first_row,
-        position=len(sequence.tokens),
-        params=sequence.request.sampling,
-        processor=sequence.processor,
-        draft=item.draft,
-        acceptance=sequence.request.plan.acceptance,
-    )

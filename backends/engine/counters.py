@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backends.runners.base import Proposals
@@ -29,12 +30,9 @@ class SequenceStep:
 
     # Tokens that the step added to the answer; all but the last were candidates.
     emitted: list[int]
-    # Candidates verified, and those among the accepted that were looked up.
+    # Candidates verified, and those that were accepted, by who guessed them.
     num_drafted: int
-    num_accepted_of_lookup: int
-    # Candidates that a grammar forced, and the accepted ones of them.
-    num_drafted_of_grammar: int
-    num_accepted_of_grammar: int
+    accepted_by: Mapping[str, int]
     # The heads' guesses that stood against ``emitted``; None: the heads were not asked.
     proposals: Proposals | None
     # What its own drafts cost over its share of a vanilla step, by the cost table.
@@ -51,9 +49,7 @@ class RequestCounts:
     medusa_steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    lookup_accepted: int = 0
-    grammar_drafted: int = 0
-    grammar_accepted: int = 0
+    accepted_by: dict[str, int] = field(default_factory=dict)
     # Candidates of the largest draft.
     most_nodes: int = 0
     # What vanilla decoding of the same tokens would have taken, and what the steps took, by the cost table.
@@ -66,9 +62,8 @@ class RequestCounts:
         self.medusa_steps += drafted > 0
         self.drafted += drafted
         self.accepted += len(step.emitted) - 1
-        self.lookup_accepted += step.num_accepted_of_lookup
-        self.grammar_drafted += step.num_drafted_of_grammar
-        self.grammar_accepted += step.num_accepted_of_grammar
+        for source, accepted in step.accepted_by.items():
+            self.accepted_by[source] = self.accepted_by.get(source, 0) + accepted
         self.most_nodes = max(self.most_nodes, drafted)
         self.vanilla_ms += len(step.emitted) * times.vanilla_ms
         self.spent_ms += times.spent_ms
@@ -94,7 +89,9 @@ class CounterBook:
         vanilla_us = round(share_ms * 1e3 * tokens)
         measured_us = round(times.measured_ms / times.num_sequences * 1e3)
         with self._lock:
-            counters = self._by_key.setdefault(key, DecodeCounters())
+            counters = self._by_key.get(key)
+            if counters is None:
+                counters = self._by_key[key] = DecodeCounters()
             counters.steps += 1
             counters.medusa_steps += drafted > 0
             counters.rows += 1 + drafted

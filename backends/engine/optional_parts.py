@@ -65,7 +65,7 @@ class OptionalPart:
 
 
 class OptionalParts:
-    """The parts of one engine.
+    """The parts of one engine; a drafter that is neither ``heads`` nor ``lookup`` has one of its own.
 
     ``heads``: their guesses; ``planning`` of drafts; ``lookup``; ``pace``: whether a request that is late goes on
     drafting; ``judging``: what gate and sequences learn; ``counting``: statistics, samples, calibration.
@@ -78,7 +78,16 @@ class OptionalParts:
         self.pace = OptionalPart("watching deadlines", clock)
         self.judging = OptionalPart("judging drafts", clock)
         self.counting = OptionalPart("counting", clock)
+        self._clock = clock
+        self._by_name = {name: part for name, part in vars(self).items() if isinstance(part, OptionalPart)}
+
+    def of_drafter(self, name: str) -> OptionalPart:
+        """The part that answers for a drafter."""
+        part = self._by_name.get(name)
+        if part is None:
+            part = self._by_name[name] = OptionalPart(f"drafting by {name}", self._clock)
+        return part
 
     def failures(self) -> dict[str, int]:
-        """How often each part has failed so far, by its field's name. Safe from any thread."""
-        return {name: part.failures for name, part in vars(self).items()}
+        """How often each part has failed so far, by its name. Safe from any thread."""
+        return {name: part.failures for name, part in self._by_name.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -13,10 +14,10 @@ from backends.engine.deadline import Behind, Pace, behind
 from backends.engine.text_stream import TextStream
 from backends.models.detokenizer import Detokenizer
 from backends.models.tokenizer import HfTokenizer
-from backends.runners.base import Proposals
 from backends.sampling.sampler import LogitProcessor
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
+from backends.speculation.tree_builder import NO_OFFERS, Offer
 from backends.speculation.undrafted import Undrafted
 from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
 
@@ -32,7 +33,7 @@ class SequenceStatus(Enum):
 class Sequence:
     """``tokens``: prompt and answer. Keys and values are in the cache for the first ``num_computed_tokens`` of them.
 
-    While decoding that is all but the last, the *pending* token."""
+    While decoding that is all but the last, the *pending* token. ``offers``: guesses for the next step, by drafter."""
 
     request: GenerationRequest
     tokenizer: HfTokenizer
@@ -40,9 +41,9 @@ class Sequence:
     arrived: float
     status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(init=False)
+    prompt_length: int = field(init=False)
     num_computed_tokens: int = 0
-    pages: list[int] = field(default_factory=list)
-    proposals: Proposals | None = None
+    offers: Mapping[str, Offer] = field(default_factory=lambda: NO_OFFERS)
     processor: LogitProcessor | None = None
     speculation: Speculation = field(init=False)
     lookup: Lookup | None = None
@@ -60,10 +61,15 @@ class Sequence:
     behind: Behind | None = None
     behind_at: float | None = None
     _unsent: list[int] = field(default_factory=list)
+    _ending_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.tokens = list(self.request.prompt_token_ids)
+        self.prompt_length = len(self.tokens)
+        self._ending_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            self._ending_ids |= self.eos_token_ids
         self.detokenizer = (
             self.tokenizer.detokenizer_after(self.tokens) if self.request.continues else self.tokenizer.detokenizer()
         )
@@ -87,10 +93,6 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.prompt_length
 
@@ -103,11 +105,6 @@ class Sequence:
         """Positions that the sequence can ever need."""
         return self.prompt_length + self.request.sampling.max_tokens
 
-    @property
-    def _ending_ids(self) -> frozenset[int]:
-        sampling = self.request.sampling
-        return frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_token_ids)
-
     def accept(self, token: int, logits: torch.Tensor, row: int) -> bool:
         """Append one verified token, drawn from ``row`` of ``logits`` [R, V]; True when it ends the answer (nothing
         after it may be appended)."""
@@ -115,8 +112,9 @@ class Sequence:
         self.tokens.append(token)
         self._unsent.append(token)
         if self.processor is not None:
-            self.processor.accept(token)
-        may_stop = self.num_generated > sampling.min_tokens
+            self.processor.counts[token] += 1
+        num_generated = len(self.tokens) - self.prompt_length
+        may_stop = num_generated > sampling.min_tokens
         if may_stop and token in self._ending_ids:
             self.finish_reason, self.stop_match = "stop", token
             return True
@@ -128,10 +126,7 @@ class Sequence:
             self.text.add_logprobs(start, entry)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
-        elif self.processor is not None and self.processor.complete:
-            # What would follow is the token that ends an answer, which is no part of it.
-            self.finish_reason = "stop"
-        elif self.num_generated >= sampling.max_tokens:
+        elif num_generated >= sampling.max_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
 
@@ -159,7 +154,7 @@ class Sequence:
         self.behind = found or self.behind
         if found is not None and found.vanilla:
             self.behind_at = now
-            self.speculation.enabled, self.proposals, self.lookup = False, None, None
+            self.speculation.enabled, self.offers, self.lookup = False, NO_OFFERS, None
 
     def mark_time(self, now: float) -> None:
         """Count a step that this sequence got tokens from, and remember when things happened; called at its end."""
@@ -205,9 +200,7 @@ class Sequence:
             medusa_steps=counts.medusa_steps,
             drafted_tokens=counts.drafted,
             accepted_draft_tokens=counts.accepted,
-            accepted_lookup_tokens=counts.lookup_accepted,
-            drafted_grammar_tokens=counts.grammar_drafted,
-            accepted_grammar_tokens=counts.grammar_accepted,
+            accepted_by=dict(counts.accepted_by),
             emitted_tokens=self.num_generated,
             speedup_estimate=self.speedup,
             reason=reason,

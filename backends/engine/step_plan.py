@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backends.engine.sequence import Sequence
 from backends.runners.base import Proposals
 from backends.runners.batch import BatchBuilder
-from backends.speculation.prompt_lookup import Continuation
-from backends.speculation.tree_builder import Draft
-from backends.speculation.verify import AcceptResult
+from backends.speculation.tree_builder import HEADS, Offer
+from backends.speculation.verify import AcceptResult, VerifyRequest
 
 
-@dataclass(slots=True)
-class ScheduledSequence:
-    """A sequence from which this step draws tokens: it decodes, or its prompt ends in this step."""
+@dataclass(slots=True, kw_only=True)
+class ScheduledSequence(VerifyRequest):
+    """A sequence from which this step draws tokens: it decodes, or its prompt ends in this step.
+
+    ``first_row``: of the step's outputs [O], the root's; node i of ``draft`` is i + 1 rows behind it. An empty draft: a
+    vanilla step for this sequence.
+    """
 
     sequence: Sequence
-    # Candidate nodes that are verified; empty: a vanilla step for this sequence.
-    draft: Draft
-    # Row of the step's outputs [O] that is the root's; node i of the draft is i + 1 rows behind it.
-    first_row: int
     # Slots of the KV pool where the nodes' keys and values are put until they are accepted, one for each node.
     node_slots: list[int]
     # False: the last chunk of its prompt, whose last row gives the first token of the answer.
     is_decoding: bool
-    # The heads' guesses at hand when the draft was planned; None: the heads were not asked.
-    proposals: Proposals | None = None
-    # What the text's own repetition offered to the draft; None: nothing, or it was not looked up.
-    lookup: Continuation | None = None
+    # The guesses at hand when the draft was planned, by drafter; without an entry: it had none, or was not asked.
+    offers: Mapping[str, Offer]
+
+    @property
+    def proposals(self) -> Proposals | None:
+        """The heads' guesses."""
+        found = self.offers.get(HEADS)
+        return found if isinstance(found, Proposals) else None
+
+    @property
+    def drafting_weight(self) -> int:
+        """How much of a step's drafting it has caused: its candidates; 1 where the heads ran for none."""
+        return len(self.draft.tokens) or int(HEADS in self.offers)
 
 
 class PrefillChunk(NamedTuple):
@@ -44,12 +53,10 @@ class StepPrice(NamedTuple):
     """What decoding costs in a step by the cost table (:meth:`backends.cost.step_cost.StepCost.decode_ms`), in
     milliseconds; rows of prompts bear their own share. All 0 where counting has failed."""
 
-    # As planned: the candidates, and the heads that guessed them.
+    # As planned: the candidates, and the drafters that guessed them.
     planned_ms: float = 0.0
-    # The same sequences without candidates and heads.
+    # The same sequences without candidates and drafters.
     vanilla_ms: float = 0.0
-    # With the heads and their candidates, without the looked-up ones.
-    heads_only_ms: float = 0.0
 
 
 class StepPlan(NamedTuple):
@@ -61,8 +68,12 @@ class StepPlan(NamedTuple):
     prefill_chunks: list[PrefillChunk]
     # All rows of the step, ready to be packed for the runner.
     batch: BatchBuilder
-    # Rows of the batch that are candidate nodes.
+    # Rows of the batch altogether; of decoding sequences, one each; and of candidate nodes. The others are prompts'.
+    num_rows: int
+    num_decoding: int
     num_nodes: int
+    # Prompts that are not read to their end by this step: their sequences decode in steps to come.
+    num_prefilling: int
     price: StepPrice
 
     @property
@@ -74,7 +85,13 @@ class StepPlan(NamedTuple):
     def is_typical(self) -> bool:
         """Whether the step says anything about planned drafts. Beside prompts a node costs what it costs in a larger
         batch; and a tree that somebody asked for says nothing about trees that the planner chooses."""
-        return not self.prefill_chunks and all(item.sequence.request.plan.tree is None for item in self.scheduled)
+        if self.prefill_chunks:
+            return False
+        return all(item.sequence.request.plan.tree is None for item in self.scheduled)
+
+    @property
+    def num_prefill_rows(self) -> int:
+        return self.num_rows - self.num_decoding - self.num_nodes
 
 
 @dataclass(slots=True)
@@ -85,7 +102,10 @@ class Outcome:
     result: AcceptResult
     # Tokens added to the answer: those of ``result`` up to the first that ended it.
     emitted: list[int] = field(default_factory=list)
-    # How many of them are candidates that the heads had guessed.
-    accepted_of_heads: int = 0
-    # How many of them are candidates that the grammar had forced.
-    accepted_of_grammar: int = 0
+    # How many of them are candidates, by who guessed them.
+    accepted_by: dict[str, int] = field(default_factory=dict)
+
+
+def decoded(outcomes: list[Outcome]) -> list[Outcome]:
+    """Those of decoding sequences; a first token, which comes out of the prompt, is no word on drafts."""
+    return [outcome for outcome in outcomes if outcome.scheduled.is_decoding and outcome.emitted]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from backends.cost.persistence import CostKeeping
@@ -79,12 +79,10 @@ class Engine:
         info: ModelInfo,
         *,
         keeping: CostKeeping | None = None,
-        on_death: Callable[[], None] = lambda: None,
     ) -> None:
         self._core = core
         self._info = info
         self._keeping = keeping
-        self._on_death = on_death
         self._inbox = _Inbox()
         self._handles: dict[str, Generation] = {}
         self._load = core.load()
@@ -128,10 +126,6 @@ class Engine:
     def take_steps(self) -> list[StepSample]:
         samples = self._core.accounting.samples
         return [samples.popleft() for _ in range(len(samples))]
-
-    def optional_failures(self) -> dict[str, int]:
-        """How often parts that the engine can do without have failed, see :mod:`backends.engine.optional_parts`."""
-        return self._core.optional.failures()
 
     def keep_cost(self) -> bool:
         return self._keeping is not None and self._keeping.refine(self._core.accounting.calibration.learned())
@@ -232,7 +226,6 @@ class Engine:
             self._load = self._core.load()
         finally:
             self._deliver([(request_id, TokenChunk(text="", finish_reason="abort")) for request_id in left])
-            self._on_death()
 
 
 def _put_all(chunks: list[tuple[Generation, TokenChunk]]) -> None:

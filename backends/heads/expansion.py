@@ -60,8 +60,8 @@ def usual_tree(num_heads: int) -> CandidateTree:
 class GuessLists:
     """The lists of one sequence as they grow, level by level. The native kernels do the same (``follow_choose``)."""
 
-    def __init__(self, plan: FollowPlan | None, least: float = LEAST_SURVIVAL) -> None:
-        self._plan, self._least = plan, least
+    def __init__(self, plan: FollowPlan | None, min_survival: float = LEAST_SURVIVAL) -> None:
+        self._plan, self._min_survival = plan, min_survival
         self._tokens: list[NDArray[np.int32]] = []
         self._probabilities: list[NDArray[np.float32]] = []
         self._rows: list[int] = []
@@ -88,7 +88,9 @@ class GuessLists:
                 for index in range(first, end)
                 for rank, p in enumerate(self._probabilities[index])
             }
-            chosen = sorted((guess for guess in reach if reach[guess] >= self._least), key=lambda g: (-reach[g], g))
+            chosen = sorted(
+                (guess for guess in reach if reach[guess] >= self._min_survival), key=lambda g: (-reach[g], g)
+            )
             chosen = chosen[:WIDTH]
         for number, (index, rank) in enumerate(chosen, start=end):
             self._below[index][rank] = number

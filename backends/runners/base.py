@@ -174,7 +174,7 @@ class ProposalRequest:
     drafted tokens follow the guesses that a shape has below it, and without a shape the likeliest."""
     rows: Sequence[int] | None = None
     """The n rows of ``hidden``: each the state at the position before a pending token. None: rows 0 to n - 1."""
-    least: float = LEAST_SURVIVAL
+    min_survival: float = LEAST_SURVIVAL
     """Where the likeliest are followed: the smallest chance, from 0 to 1, that a guess and all above it are right."""
 
     @property

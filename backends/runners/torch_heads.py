@@ -72,7 +72,7 @@ class MedusaHeadsInTorch:
         pending, k = request.pending, request.k
         trees = request.trees or [None] * len(pending)
         plans = [plan_of_tree(tree, self.num_heads, k) if tree else None for tree in trees]
-        grown = [GuessLists(plan, request.least) for plan in plans]
+        grown = [GuessLists(plan, request.min_survival) for plan in plans]
         rows, states = [(i, token) for i, token in enumerate(pending)], request.states
         above, own, levels = list(range(len(pending))), self._heads.output, 0
         for head in range(self.num_heads):

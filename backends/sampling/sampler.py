@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -109,8 +110,7 @@ class LogitProcessor:
             row[self.ending_ids] = -np.inf
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """One row whose token is to be drawn: its row in the logits, the position of that token, and the row's history."""
 
     row: int
@@ -122,7 +122,10 @@ class Visit:
 
 def draw_tokens(runner: RowSampler, logits: torch.Tensor, visits: SequenceOf[Visit]) -> list[int]:
     """One token for each visit from ``logits`` [R, V]; a row's token depends on that row and its visit only."""
-    if all(visit.params.greedy and visit.processor is None for visit in visits):
+    for visit in visits:
+        if visit.processor is not None or not visit.params.greedy:
+            break
+    else:
         return runner.argmax(logits, [visit.row for visit in visits])
     tokens = [0] * len(visits)
     plain = [i for i, visit in enumerate(visits) if visit.processor is None]

@@ -41,10 +41,6 @@ class Speculation:
         """Whether the heads should run for this sequence at the end of the present step."""
         return self.enabled and self._pause_left <= 1
 
-    @property
-    def paused(self) -> bool:
-        return self._pause_left > 0
-
     def rest(self) -> None:
         """A step without proposals has passed."""
         if self._pause_left:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backends.speculation.tree_builder import Chain
+
 # Tokens that must agree before a place counts as seen before; longer agreement is worth more, up to _LONGEST.
 _GRAM = 3
 _LONGEST = 12
@@ -24,11 +26,9 @@ _MOST_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """Tokens that followed last time; ``chances[d]``: that token d is right, given those before it."""
+class Continuation(Chain):
+    """Tokens that followed last time. ``agreed``: how many before them are the same here and there."""
 
-    tokens: list[int]
-    chances: list[float]
     agreed: int
 
 

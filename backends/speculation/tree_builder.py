@@ -1,4 +1,6 @@
-"""From the heads' guesses to the candidate nodes of one step, for all sequences at once.
+"""From guesses to the candidate nodes of one step, for all sequences at once.
+
+The heads' lists and others' chains are joined in one tree for each sequence; every node remembers who guessed it.
 
 Goodput planning: a node is worth its chance of being accepted; a step of n more rows costs what :class:`StepCost` says.
 Nodes are taken best first over *all* sequences, and as many are kept as maximise expected tokens per millisecond. When
@@ -7,37 +9,68 @@ the batch is large, or the heads are unsure, that is none, which is vanilla deco
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from types import MappingProxyType
 from typing import NamedTuple
 
 from backends.cost.step_cost import StepCost
 from backends.heads.expansion import LEAST_SURVIVAL
 from backends.runners.base import Proposals
-from backends.speculation.guided import GuidedProposals
-from backends.speculation.prompt_lookup import Continuation
 from backends.tree import CandidateTree
+
+# The source of nodes that come from lists of siblings (:class:`Proposals`).
+HEADS = "heads"
+# The source of nodes that the text's own repetition gives (:mod:`backends.speculation.prompt_lookup`).
+LOOKUP = "lookup"
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Tokens guessed to follow each other; ``chances[d]``: that token d is right, given those before it."""
+
+    tokens: list[int]
+    chances: list[float]
+
+
+# What one drafter offers for one sequence.
+Offer = Proposals | Chain
+NO_OFFERS: Mapping[str, Offer] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class Draft:
     """Candidate nodes of one sequence for one step.
 
-    ``parents[i]`` is the row of node i's parent, the root being row 0 and node i row i + 1. ``expected``: tokens that
-    the nodes are expected to add. ``from_lookup``: rows that are there because the text has gone on so before
-    (:mod:`backends.speculation.prompt_lookup`); ``from_grammar``: because nothing else may follow
-    (:mod:`backends.speculation.guided`); all others come from the heads.
+    Of node i, ``parents[i]`` is the row of its parent, the root being row 0 and node i row i + 1; ``sources[i]`` names
+    who guessed it; ``survivals[i]`` is its chance that it and all above it are right.
     """
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    expected: float = 0.0
-    expected_of_heads: float = 0.0
-    from_lookup: set[int] = field(default_factory=set)
-    from_grammar: set[int] = field(default_factory=set)
+    sources: list[str] = field(default_factory=list)
+    survivals: list[float] = field(default_factory=list)
+
+    @property
+    def expected(self) -> float:
+        """Tokens that the nodes are expected to add."""
+        return sum(self.survivals)
+
+    def expected_from(self, source: str) -> float:
+        """Tokens that the nodes of one source are expected to add."""
+        return sum([chance for chance, each in zip(self.survivals, self.sources, strict=True) if each == source])
+
+    def add(self, token: int, parent: int, source: str, survival: float) -> None:
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.sources.append(source)
+        self.survivals.append(survival)
 
     def children(self) -> list[dict[int, int]]:
         """For every row (root first): token -> row of the child that holds it."""
+        if not self.tokens:
+            return [{}]
         below: list[dict[int, int]] = [{} for _ in range(len(self.tokens) + 1)]
         for row, (token, parent) in enumerate(zip(self.tokens, self.parents, strict=True), start=1):
             below[parent].setdefault(token, row)
@@ -48,8 +81,8 @@ class Draft:
 class DraftRequest:
     """What one sequence may draft. ``trust`` scales the heads' probabilities by this sequence's own record.
 
-    ``max_depth`` bounds the heads' levels, ``longest`` also those of ``lookup`` (None: as the heads). A ``tree`` is
-    drafted from ``proposals`` alone.
+    ``chains``: other guesses by their source. ``max_depth`` bounds the heads' levels, ``longest`` also those of chains
+    (None: as the heads). A ``tree`` is drafted from ``proposals`` alone.
     """
 
     proposals: Proposals | None
@@ -57,14 +90,14 @@ class DraftRequest:
     max_depth: int
     trust: float = 1.0
     tree: CandidateTree | None = None
-    lookup: Continuation | None = None
+    chains: Mapping[str, Chain] = field(default_factory=dict)
     longest: int | None = None
 
     @property
     def best_chance(self) -> float:
         """How likely the best candidate is."""
         of_heads = 0.0 if self.proposals is None else min(self.proposals.best_probability(0) * self.trust, 1.0)
-        return of_heads if self.lookup is None else max(of_heads, self.lookup.chances[0])
+        return max([of_heads, *(chain.chances[0] for chain in self.chains.values() if chain.chances)])
 
 
 def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
@@ -83,11 +116,8 @@ def draft_from_tree(request: DraftRequest, max_nodes: int) -> Draft:
         parent, survival, siblings = above
         if siblings < 0:
             continue
-        draft.tokens.append(proposals.tokens_of(siblings)[rank])
-        draft.parents.append(parent)
         survival *= proposals.probabilities_of(siblings)[rank]
-        draft.expected += survival
-        draft.expected_of_heads += survival
+        draft.add(proposals.tokens_of(siblings)[rank], parent, HEADS, survival)
         taken[path] = (len(draft.tokens), survival, proposals.following(siblings)[rank])
     return draft
 
@@ -129,16 +159,7 @@ def plan_drafts(
     for key in planned:
         drafts[key] = Draft()
     for node in order:
-        draft = drafts[node.key]
-        draft.tokens.append(node.token)
-        draft.parents.append(node.parent_row)
-        draft.expected += node.survival
-        if node.from_grammar:
-            draft.from_grammar.add(len(draft.tokens))
-        elif node.from_lookup:
-            draft.from_lookup.add(len(draft.tokens))
-        else:
-            draft.expected_of_heads += node.survival
+        drafts[node.key].add(node.token, node.parent_row, node.source, node.survival)
     return drafts
 
 
@@ -186,9 +207,8 @@ class _Node(NamedTuple):
     key: int
     token: int
     parent_row: int
+    source: str
     survival: float
-    from_lookup: bool
-    from_grammar: bool
 
 
 class _Guesses(NamedTuple):
@@ -208,28 +228,35 @@ class _Lists:
     ``taken`` counts the nodes.
     """
 
-    __slots__ = ("_lists", "_looked_up", "_proposals", "_trust", "depth", "forced", "nodes", "taken")
+    __slots__ = ("_lists", "_of_paths", "_proposals", "_sources", "_trust", "depth", "nodes", "taken")
 
     def __init__(self, request: DraftRequest) -> None:
         self._proposals, self._trust = request.proposals, request.trust
         self._lists: dict[int, _Guesses] = {}
         self.forced = request.proposals.forced if isinstance(request.proposals, GuidedProposals) else frozenset()
         self.depth, self.nodes, self.taken = request.max_depth, request.max_nodes, 0
-        self._looked_up: dict[int, int] = {}  # list of guesses -> the token that was looked up
-        if request.lookup is not None:
-            self._join(request.lookup, request.max_depth if request.longest is None else request.longest)
+        # Who has guessed a token of a list, where that is not the heads; and the lists that follow one path only.
+        self._sources: dict[tuple[int, int], str] = {}
+        self._of_paths: set[int] = set()
+        longest = request.max_depth if request.longest is None else request.longest
+        for source, chain in request.chains.items():
+            self._join(source, chain, longest)
 
     def first(self, depth: int, index: int) -> float:
         """The probability of a list's best guess; 0 where there is none, or ``depth`` is too deep for it."""
         if depth <= self.depth and self._proposals is not None and index not in self._lists:
             return min(self._proposals.best_probability(index) * self._trust, 1.0)
         guesses = self.guesses(index)
-        if not guesses.tokens or (depth > self.depth and not self.from_lookup(index, guesses.tokens[0])):
+        if not guesses.tokens or not self.reaches(depth, index, guesses.tokens[0]):
             return 0.0
         return guesses.probabilities[0]
 
-    def from_lookup(self, index: int, token: int) -> bool:
-        return self._looked_up.get(index) == token
+    def source(self, index: int, token: int) -> str:
+        return self._sources.get((index, token), HEADS) if self._sources else HEADS
+
+    def reaches(self, depth: int, index: int, token: int) -> bool:
+        """Whether a guess may stand as deep as this: those of the heads end before the others."""
+        return depth <= self.depth or self.source(index, token) != HEADS
 
     def guesses(self, index: int) -> _Guesses:
         found = self._lists.get(index)
@@ -246,29 +273,30 @@ class _Lists:
             probabilities = [min(p * self._trust, 1.0) for p in probabilities]
         return _Guesses(proposals.tokens_of(index), probabilities, proposals.following(index))
 
-    def _join(self, lookup: Continuation, longest: int) -> None:
-        """Put the looked-up tokens among the heads' guesses, each in a list of its own path."""
-        fresh = 0 if self._proposals is None else self._proposals.lists
-        index, heads_list = 0, 0
-        for depth, (token, chance) in enumerate(zip(lookup.tokens, lookup.chances, strict=True)):
+    def _join(self, source: str, chain: Chain, longest: int) -> None:
+        """Put the chain's tokens among the guesses that are there, each in a list of its own path."""
+        index = 0
+        for depth, (token, chance) in enumerate(zip(chain.tokens, chain.chances, strict=True)):
             if depth >= longest:
                 return
-            heads = self.guesses(heads_list) if depth < self.depth else _NO_GUESSES
-            guesses = list(zip(*heads, strict=True))
-            known = next((guess for guess in guesses if guess[0] == token), (token, 0.0, -1))
-            if known[1] < chance:
-                # The heads' other guesses share what is left.
-                left = min((1.0 - chance) / max(1.0 - known[1], 1e-6), 1.0)
-                guesses = [(t, p * left, below) for t, p, below in guesses if t != token]
-                guesses.append((token, chance, known[2]))
+            guesses = list(zip(*self.guesses(index), strict=True))
+            _, known, below = next((guess for guess in guesses if guess[0] == token), (token, 0.0, -1))
+            if known < chance:
+                # The other guesses share what is left.
+                left = min((1.0 - chance) / max(1.0 - known, 1e-6), 1.0)
+                guesses = [(t, p * left, following) for t, p, following in guesses if t != token]
+                guesses.append((token, chance, below))
                 guesses.sort(key=lambda guess: -guess[1])
-                self._looked_up[index] = token
-            # The next token's list follows this path only, whatever else the heads' list follows.
-            fresh += 1
-            below = [fresh if guess[0] == token else guess[2] for guess in guesses]
-            self._lists[index] = _Guesses([guess[0] for guess in guesses], [guess[1] for guess in guesses], below)
-            index, heads_list = fresh, known[2]
-            self._lists[index] = _NO_GUESSES
+                self._sources[index, token] = source
+            # The next token's list follows this path only, whatever else the list below follows.
+            path = below
+            if path not in self._of_paths:
+                path = (0 if self._proposals is None else self._proposals.lists) + len(self._of_paths) + 1
+                self._of_paths.add(path)
+                self._lists[path] = self.guesses(below) if depth + 1 < self.depth else _NO_GUESSES
+            followed = [path if guess[0] == token else guess[2] for guess in guesses]
+            self._lists[index] = _Guesses([guess[0] for guess in guesses], [guess[1] for guess in guesses], followed)
+            index = path
 
 
 # A dip in the ratio may only be a step in the cost table, so the search goes on a little past the best point.
@@ -295,7 +323,7 @@ def _best_first(
     for key, request in requests.items():
         if request.max_nodes <= 0 or request.max_depth <= 0:
             continue
-        if request.lookup is None and request.proposals is not None:
+        if not request.chains and request.proposals is not None:
             survival = min(request.proposals.best_probability(0) * request.trust, 1.0)
         else:
             lists[key] = _Lists(request)
@@ -315,8 +343,7 @@ def _best_first(
         if found.taken >= found.nodes:
             continue
         survival, (siblings, probabilities, below) = -negative, found.guesses(index)
-        token = siblings[rank]
-        order.append(_Node(key, token, parent_row, survival, found.from_lookup(index, token), index in found.forced))
+        order.append(_Node(key, siblings[rank], parent_row, found.source(index, siblings[rank]), survival))
         tokens += survival
         ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * row_cost_factor)
         if ratio > best_ratio:
@@ -328,7 +355,7 @@ def _best_first(
             continue
         serial += 2
         rank += 1
-        if rank < len(siblings) and (depth <= found.depth or found.from_lookup(index, siblings[rank])):
+        if rank < len(siblings) and found.reaches(depth, index, siblings[rank]):
             sibling = above * probabilities[rank]
             if sibling > 0.0:
                 heappush(heap, (-sibling, depth, key, serial, index, rank, parent_row, above))

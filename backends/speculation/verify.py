@@ -24,7 +24,7 @@ TYPICAL_ALPHA = 0.3
 
 
 @dataclass(slots=True)
-class Candidate:
+class VerifyRequest:
     """One sequence's rows in this step. ``first_row``: its root's row in the logits. ``position``: of the next token.
 
     ``acceptance`` is "exact" unless the plan opted out.
@@ -46,32 +46,35 @@ class AcceptResult:
     rows: list[int] = field(default_factory=list)
 
 
-def verify(runner: ModelRunner, logits: torch.Tensor, candidates: SequenceOf[Candidate]) -> list[AcceptResult]:
+def verify(runner: ModelRunner, logits: torch.Tensor, requests: SequenceOf[VerifyRequest]) -> list[AcceptResult]:
     """Accept for all sequences, level by level, so that the draws of one level share their calls.
 
-    ``logits`` [R, V] float32. Sequences don't influence each other.
+    ``logits`` [R, V] float32. Sequences don't influence each other. A token that is none
+    (:data:`backends.sampling.rows.NO_TOKEN`) ends its sequence's list: the row that it was drawn from is broken.
     """
-    results = [AcceptResult() for _ in candidates]
-    children = [candidate.draft.children() for candidate in candidates]
-    at = [0] * len(candidates)
-    active = list(range(len(candidates)))
+    results, children = [], []
+    for request in requests:
+        results.append(AcceptResult())
+        children.append(request.draft.children())
+    at = [0] * len(results)
+    active = list(range(len(results)))
     while active:
+        visits = []
         for i in active:
-            if candidates[i].acceptance == "typical":
-                _follow_typical(logits, candidates[i], children[i], at, i, results[i])
-        visits = [
-            Visit(
-                candidates[i].first_row + at[i],
-                candidates[i].position + len(results[i].tokens),
-                candidates[i].params,
-                candidates[i].processor,
-                tuple(results[i].tokens) if candidates[i].processor else (),
+            request, result = requests[i], results[i]
+            if request.acceptance == "typical":
+                _follow_typical(logits, request, children[i], at, i, result)
+            visits.append(
+                Visit(
+                    request.first_row + at[i],
+                    request.position + len(result.tokens),
+                    request.params,
+                    request.processor,
+                    tuple(result.tokens) if request.processor else (),
+                )
             )
-            for i in active
-        ]
-        tokens = draw_tokens(runner, logits, visits)
         following = []
-        for i, token in zip(active, tokens, strict=True):
+        for i, token in zip(active, draw_tokens(runner, logits, visits), strict=True):
             results[i].tokens.append(token)
             results[i].rows.append(at[i])
             child = children[i][at[i]].get(token)
@@ -82,18 +85,9 @@ def verify(runner: ModelRunner, logits: torch.Tensor, candidates: SequenceOf[Can
     return results
 
 
-def count_sound(results: SequenceOf[AcceptResult], vocabulary: int) -> list[int]:
-    """How many tokens of each result may be used: those before the first that is none, for the row that it was drawn
-    from is broken (:data:`backends.sampling.rows.NO_TOKEN`)."""
-    return [
-        next((i for i, token in enumerate(result.tokens) if not 0 <= token < vocabulary), len(result.tokens))
-        for result in results
-    ]
-
-
 def _follow_typical(
     logits: torch.Tensor,
-    candidate: Candidate,
+    request: VerifyRequest,
     children: list[dict[int, int]],
     at: list[int],
     index: int,
@@ -101,10 +95,10 @@ def _follow_typical(
 ) -> None:
     """Go down while a child is likely enough; the token after the last accepted one is then drawn as usual."""
     while children[at[index]]:
-        row = logits[candidate.first_row + at[index]].to("cpu", torch.float32, copy=True)
-        if candidate.processor is not None:
-            candidate.processor.apply(row.numpy(), result.tokens)
-        temperature = 1.0 if candidate.params.greedy else candidate.params.temperature
+        row = logits[request.first_row + at[index]].to("cpu", torch.float32, copy=True)
+        if request.processor is not None:
+            request.processor.apply(row.numpy(), result.tokens)
+        temperature = 1.0 if request.params.greedy else request.params.temperature
         log_p = torch.log_softmax(row / temperature, dim=-1)
         entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum()
         threshold = min(TYPICAL_EPSILON, TYPICAL_ALPHA * float(torch.exp(-entropy)))

@@ -17,6 +17,7 @@ from hypothesis import settings
 from backends.cost.step_cost import StepCost
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
+from backends.engine.drafters import Drafter
 from backends.models.tiny import tiny_tokenizer
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.base import HeadsRunner, ModelRunner, ProposalRequest, Proposals
@@ -229,6 +230,7 @@ def make_core(
     tok: HfTokenizer | None = None,
     cost: StepCost = FLAT_COST,
     gate: DraftGate | None = None,
+    drafters: Sequence[Drafter] = (),
     **config: Any,
 ) -> EngineCore:
     settings = {
@@ -241,7 +243,15 @@ def make_core(
         **config,
     }
     return EngineCore(
-        runner or any_runner(), heads, tok or tokenizer(), EngineConfig(**settings), cost, clock, observer, gate
+        runner or any_runner(),
+        heads,
+        tok or tokenizer(),
+        EngineConfig(**settings),
+        cost,
+        clock,
+        observer,
+        gate,
+        drafters=drafters,
     )
 
 

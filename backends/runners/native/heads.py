@@ -155,7 +155,7 @@ class NativeHeads:
         (of_integers, _), (of_floats, _) = integers.buffer_info(), floats.buffer_info()
         tokens, below, *kept = (of_integers + 4 * start for start in accumulate(sizes[:-1], initial=0))
         follow = lib.Follow(
-            *(n, lists, k, WIDTH, request.least, 0, 0, of_rows, of_pending, *of_plans),
+            *(n, lists, k, WIDTH, request.min_survival, 0, 0, of_rows, of_pending, *of_plans),
             *(tokens, below, of_floats, of_floats + 4 * guesses, *kept),
         )
         refuse(

@@ -12,7 +12,7 @@ import torch
 from backends.runners.base import ModelRunner, Proposals, best_guesses
 from backends.sampling.rows import NO_TOKEN
 from backends.speculation.tree_builder import Draft
-from backends.speculation.verify import Candidate, verify
+from backends.speculation.verify import VerifyRequest, verify
 from backends.types import DecodingPlan, SamplingParams
 from tests.support.engine_helpers import (
     RUNNERS,
@@ -62,7 +62,7 @@ def test_logits_of_no_number_end_their_request_alone(kind: str) -> None:
 def test_typical_acceptance_follows_no_row_of_no_number() -> None:
     logits, draft = torch.full((3, 20), torch.nan), Draft([4, 7], [0, 1])
     params = SamplingParams(temperature=1.0, max_tokens=8)
-    [found] = verify(any_runner(), logits, [Candidate(0, 9, params, None, draft, acceptance="typical")])
+    [found] = verify(any_runner(), logits, [VerifyRequest(0, 9, params, None, draft, acceptance="typical")])
     assert (found.tokens, found.rows) == ([NO_TOKEN], [0])
 
 

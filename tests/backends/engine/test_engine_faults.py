@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+from backends.cost.calibration import Calibration
 from backends.engine import drafting
 from backends.engine.core import EngineCore
+from backends.engine.drafters import HeadsDrafter
 from backends.engine.kv_cache import IntegrityError
 from backends.engine.optional_parts import FIRST_REST, LOG_EVERY_S, OptionalPart
 from backends.engine.sequence import Sequence
@@ -114,14 +116,14 @@ BREAKS: dict[str, tuple[str, Break]] = {
     "heads": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", raising)),
     "heads give junk": ("planning", lambda core, patch: patch.setattr(core.heads, "propose", junk)),
     "heads give too little": ("heads", lambda core, patch: patch.setattr(core.heads, "propose", lambda _: [])),
-    "gate": ("heads", lambda core, patch: patch.setattr(core.accounting.gate, "allows", raising)),
-    "gate's memory": ("judging", lambda core, patch: patch.setattr(core.accounting.gate, "observe", raising)),
-    "judge": ("judging", lambda core, patch: patch.setattr(core.accounting, "_judge", raising)),
+    "gate": ("heads", lambda core, patch: patch.setattr(core.gate, "allows", raising)),
+    "gate's memory": ("judging", lambda core, patch: patch.setattr(core.gate, "observe", raising)),
+    "judge": ("judging", lambda core, patch: patch.setattr(HeadsDrafter, "observe", raising)),
     "a sequence's record": ("judging", lambda core, patch: patch.setattr(Speculation, "observe", raising)),
     "count": ("counting", lambda core, patch: patch.setattr(core.accounting, "_count", raising)),
     "counters": ("counting", lambda core, patch: patch.setattr(core.accounting.counters, "add_step", raising)),
     "samples": ("counting", lambda core, patch: patch.setattr(core.accounting, "samples", Raises())),
-    "calibration": ("planning", lambda core, patch: patch.setattr(core.accounting, "calibration", Raises())),
+    "calibration": ("planning", lambda core, patch: patch.setattr(Calibration, "row_cost_factor", raising)),
     "planning": ("planning", lambda core, patch: patch.setattr(drafting, "plan_drafts", raising)),
     "lookup": ("lookup", lambda core, patch: patch.setattr(Lookup, "find", raising)),
     "index": ("lookup", lambda core, patch: patch.setattr(Lookup, "index", raising)),

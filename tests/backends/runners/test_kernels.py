@@ -335,8 +335,8 @@ def test_heads_stop_where_nothing_is_likely_enough_to_be_followed(kind: str) -> 
     hidden = alone(runner, random_prompt(random.Random(8), 6, 6))
     bound = runner.bind_heads(random_heads(None, "hidden+token", sequential=True))
 
-    def lists(least: float) -> list[tuple[int, int | None]]:
-        found = bound.propose(ProposalRequest(hidden, [[token] for token in range(6)], 4, least=least))
+    def lists(min_survival: float) -> list[tuple[int, int | None]]:
+        found = bound.propose(ProposalRequest(hidden, [[token] for token in range(6)], 4, min_survival=min_survival))
         return [(len(each.tokens), each.levels) for each in found]
 
     assert lists(1.1) == [(1, 1)] * 6

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from backends.runners.base import ModelRunner
 from backends.sampling.sampler import LogitProcessor, Visit, draw_tokens
 from backends.speculation.tree_builder import Draft
-from backends.speculation.verify import AcceptResult, Candidate, verify
+from backends.speculation.verify import AcceptResult, VerifyRequest, verify
 from backends.types import Acceptance, SamplingParams
 from tests.support.engine_helpers import any_runner, one_thread, path_rows, random_parents  # noqa: F401
 
@@ -68,9 +68,9 @@ class Decoded:
         paths = [path_rows(draft.parents, row) for row in range(len(draft.tokens) + 1)]
         return [model_logits(history + tuple(draft.tokens[row - 1] for row in path)) for path in paths]
 
-    def candidate(self, draft: Draft, first_row: int) -> Candidate:
+    def candidate(self, draft: Draft, first_row: int) -> VerifyRequest:
         position = len(self.prompt) + len(self.answer)
-        return Candidate(first_row, position, self.params, self.processor, draft, self.acceptance)
+        return VerifyRequest(first_row, position, self.params, self.processor, draft, self.acceptance)
 
     def extend(self, tokens: list[int]) -> None:
         self.answer += tokens
@@ -143,8 +143,8 @@ def test_greedy_sequences_with_equal_rows_do_not_disturb_each_other() -> None:
         any_runner(),
         logits,
         [
-            Candidate(0, 10, greedy, None, Draft([1, 0], [0, 1])),
-            Candidate(3, 4, greedy, None, Draft()),
+            VerifyRequest(0, 10, greedy, None, Draft([1, 0], [0, 1])),
+            VerifyRequest(3, 4, greedy, None, Draft()),
         ],
     )
     assert found == [AcceptResult([1, 0, 2], [0, 1, 2]), AcceptResult([1], [0])]
@@ -183,7 +183,7 @@ def test_typical_acceptance_respects_bans_and_history() -> None:
     processor = LogitProcessor(params, np.array([], np.int64), np.array([0], np.int64))
     sure_of_the_end = torch.tensor([9.0, 4.0, 0.0])
     draft = Draft([0, 1, 1, 1], [0, 0, 2, 3])
-    candidate = Candidate(0, 5, params, processor, draft, "typical")
+    candidate = VerifyRequest(0, 5, params, processor, draft, "typical")
     [result] = verify(any_runner(), sure_of_the_end.expand(5, -1).contiguous(), [candidate])
     assert result.tokens[0] == 1, "the end is banned as the first token, however likely"
     assert result.rows[1] == 2
@@ -194,6 +194,6 @@ def test_typical_acceptance_respects_bans_and_history() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-40])
 def test_typical_acceptance_at_no_temperature_is_defined(temperature: float) -> None:
-    candidate = Candidate(0, 3, SamplingParams(temperature=temperature), None, Draft([1], [0]), "typical")
+    candidate = VerifyRequest(0, 3, SamplingParams(temperature=temperature), None, Draft([1], [0]), "typical")
     [result] = verify(any_runner(), torch.tensor([[0.0, 4.0], [5.0, 0.0]]), [candidate])
     assert result == AcceptResult([1, 0], [0, 1])
