@@ -199,7 +199,8 @@ class GenerationStats:
     Times are of ``time.monotonic``, in seconds, None where it did not come to that: when the sequence left the queue,
     when the step that gave its first token had ended, when it ended, each time it stopped drafting for a while, and
     when it stopped for good since it was behind its deadline.
-    ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", or another drafter's name).
+    ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", "grammar", or another drafter's name).
+    ``drafted_grammar_tokens``: candidates that the answer's grammar forced.
     """
 
     method: Method
@@ -210,6 +211,7 @@ class GenerationStats:
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
     accepted_by: Mapping[str, int] = field(default_factory=dict)
+    drafted_grammar_tokens: int = 0
     emitted_tokens: int = 0
     speedup_estimate: float = 1.0
     reason: str = ""
@@ -224,6 +226,11 @@ class GenerationStats:
     def accepted_lookup_tokens(self) -> int:
         """Accepted tokens that were looked up in the text rather than guessed by heads."""
         return self.accepted_by.get("lookup", 0)
+
+    @property
+    def accepted_grammar_tokens(self) -> int:
+        """Accepted tokens that the answer's grammar forced."""
+        return self.accepted_by.get("grammar", 0)
 
     @property
     def tokens_per_step(self) -> float:

@@ -200,8 +200,11 @@ class EngineCore:
         item, sequence, result = outcome.scheduled, outcome.scheduled.sequence, outcome.result
         for token, row in zip(result.tokens, result.rows, strict=True):
             if not 0 <= token < self.runner.vocab_size:
-                log.error("request %s ends: the model's logits are not finite", sequence.id)
-                sequence.finish_reason, sequence.error = "error", NOT_FINITE
+                grammar = sequence.request.grammar
+                # Where a grammar has failed, it forbids all there is.
+                reason = None if grammar is None else grammar.error
+                sequence.finish_reason, sequence.error = "error", reason or NOT_FINITE
+                log.error("request %s ends: %s", sequence.id, sequence.error)
                 return
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])
