@@ -217,6 +217,7 @@ def _decode(loaded: LoadedCore, requests: Sequence[GenerationRequest]) -> _Run:
     """Timed from the first token to the last: reading the prompt is the same for all."""
     run, texts = _Run(), dict.fromkeys((request.request_id for request in requests), "")
     core, began = loaded.core, None
+    starting = set(texts)
     for request in requests:
         core.add(request)
     while core.has_work:
@@ -226,7 +227,8 @@ def _decode(loaded: LoadedCore, requests: Sequence[GenerationRequest]) -> _Run:
                 run.stats.append(chunk.stats)
             if began is not None:
                 run.tokens += len(chunk.token_ids)
-        if began is None and core.scheduler.num_prefilling == 0:
+            starting.discard(name)
+        if began is None and not starting:
             began = time.perf_counter()
     assert began is not None
     run.seconds = time.perf_counter() - began
@@ -249,7 +251,7 @@ def _parses(text: str) -> bool:
 def _mask_times(loaded: LoadedCore, prompts: dict[str, tuple[int, ...]], most: int) -> list[float]:
     times: list[float] = []
     for name, prompt in prompts.items():
-        grammar = _Timed(loaded.grammars.open(_spec(name)), times)
+        grammar: Any = _Timed(loaded.grammars.open(_spec(name)), times)
         sampling = SamplingParams(temperature=0.0, max_tokens=most)
         _decode(loaded, [GenerationRequest("0", prompt, sampling, DecodingPlan(), grammar=grammar)])
     return times

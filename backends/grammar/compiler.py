@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 import llguidance
 
@@ -16,7 +17,7 @@ from backends.grammar.matcher import GrammarMatcher, MaskBuffers
 from backends.grammar.schema import HONOURED, checked_schema, keyword_paths
 from backends.grammar.spec import MAX_BYTES, MAX_CHOICES, MAX_PATTERN_BYTES, GrammarRefused, GrammarSpec
 
-_JSON_OPTIONS: llguidance.JsonCompileOptions = {
+_JSON_OPTIONS: Any = {
     "lenient": False,
     "coerce_one_of": False,
     # Without limit, a small model may write blanks until its tokens are used up.
