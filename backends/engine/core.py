@@ -204,7 +204,8 @@ class EngineCore:
                 # Where a grammar has failed, it forbids all there is.
                 reason = None if grammar is None else grammar.error
                 sequence.finish_reason, sequence.error = "error", reason or NOT_FINITE
-                log.error("request %s ends: %s", sequence.id, sequence.error)
+                level = logging.ERROR if reason is None else logging.INFO
+                log.log(level, "request %s ends: %s", sequence.id, sequence.error)
                 return
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])

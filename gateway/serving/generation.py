@@ -96,9 +96,9 @@ class Generation:
         if reason is None:
             return
         if reason == "error":
-            logger.error("request %s: the engine failed on %s", self._client_id, self._requests[index].request_id)
             if chunk.error in (GRAMMAR_LIMIT, GRAMMAR_STUCK):
                 raise InvalidRequest(f"No answer: {chunk.error}.", code="grammar_failed")
+            logger.error("request %s: the engine failed on %s", self._client_id, self._requests[index].request_id)
             # One of two constants, whatever the engine says: no exception's words reach a client.
             raise EngineFailure(f"No answer: {NOT_FINITE if chunk.error == NOT_FINITE else ENGINE_FAILED}.")
         if reason == "abort":
