@@ -153,7 +153,7 @@ def run_structured(options: StructuredOptions, progress: Callable[[str], object]
 def _measure(loaded: LoadedCore, options: StructuredOptions, progress: Callable[[str], object]) -> dict[str, Any]:
     cells, ratios = [], {"over_free": [], "over_constrained": [], "again": []}
     prompts = {name: encode_prompt(loaded, prompt) for name, (prompt, _) in SCHEMAS.items()}
-    _turn(loaded, "person", prompts, "speculation", options.max_tokens)
+    _turn(loaded, next(iter(SCHEMAS)), prompts, "speculation", options.max_tokens)
     for number, name in enumerate(SCHEMAS):
         runs: dict[str, list[_Run]] = {contestant: [] for contestant in CONTESTANTS}
         for turn in range(options.rounds):
@@ -183,7 +183,7 @@ def _measure(loaded: LoadedCore, options: StructuredOptions, progress: Callable[
         )
         progress(json.dumps(cells[-1]))
     masks = _mask_times(loaded, prompts, options.max_tokens)
-    company = _company(loaded, prompts["recipe"], 2 * options.rounds)
+    company = _company(loaded, next(iter(prompts.values())), 2 * options.rounds)
     return {
         "machine": machine(loaded),
         "cells": cells,
