@@ -13,8 +13,9 @@ from heapq import heappop, heappush
 from backends.runners.base import Proposals
 from backends.types import GrammarOutlook
 
-_MOST_LISTS = 32
-_LEAST_SURVIVAL = 0.02
+_MOST_LISTS = 24
+# Guesses that are less likely than this, with all above them, are not worth asking the grammar about.
+_LEAST_SURVIVAL = 0.03
 
 
 class GuidedProposals(Proposals):
@@ -46,14 +47,17 @@ class _Walk:
         self._probabilities: list[list[float]] = []
         self._below: list[list[int]] = []
         self._forced: set[int] = set()
-        # (-survival, serial, depth of the list, the heads' list, outlook, list above, rank in it)
-        self._heap: list[tuple[float, int, int, int, GrammarOutlook, int, int]] = []
+        # (-survival, serial, depth of the list, the heads' list, outlook before ``tokens``, tokens, list above, rank)
+        self._heap: list[tuple[float, int, int, int, GrammarOutlook, list[int], int, int]] = []
         self._serial = 0
 
     def run(self, outlook: GrammarOutlook) -> None:
-        self._push(1.0, 1, 0 if self._heads is not None else -1, outlook, -1, 0)
+        self._push(1.0, 1, 0 if self._heads is not None else -1, outlook, [], -1, 0)
         while self._heap and len(self._tokens) < _MOST_LISTS:
-            negative, _, depth, heads_list, here, above, rank = heappop(self._heap)
+            negative, _, depth, heads_list, before, tokens, above, rank = heappop(self._heap)
+            here = before.after(tokens) if tokens else before
+            if here is None:
+                continue
             if forced := here.forced()[: self._longest - depth + 1]:
                 self._add_forced(-negative, depth, heads_list, here, above, rank, forced)
             elif heads_list >= 0:
@@ -89,10 +93,9 @@ class _Walk:
             above, rank = self._append(above, rank, [token], [1.0]), 0
             self._forced.add(above)
             heads_list = self._behind(heads_list, token)
-        after = here.after(forced)
         depth += len(forced)
-        if after is not None and depth <= self._longest:
-            self._push(survival, depth, heads_list, after, above, rank)
+        if depth <= self._longest:
+            self._push(survival, depth, heads_list, here, forced, above, rank)
 
     def _add_guesses(
         self, survival: float, depth: int, heads_list: int, here: GrammarOutlook, above: int, rank: int
@@ -102,6 +105,9 @@ class _Walk:
         chances = heads.probabilities_of(heads_list)
         guesses, forbidden = [], 0.0
         for token, chance, below in zip(heads.tokens_of(heads_list), chances, heads.following(heads_list), strict=True):
+            # What likelier guesses can't have, the less likely ones get.
+            if survival * chance < _LEAST_SURVIVAL * (1.0 - forbidden):
+                continue
             if here.allows(token):
                 guesses.append((token, chance, below))
             else:
@@ -115,9 +121,7 @@ class _Walk:
             return
         for at, ((token, _, below), chance) in enumerate(zip(guesses, scaled, strict=True)):
             if survival * chance >= _LEAST_SURVIVAL:
-                after = here.after([token])
-                if after is not None:
-                    self._push(survival * chance, depth + 1, below, after, index, at)
+                self._push(survival * chance, depth + 1, below, here, [token], index, at)
 
     def _behind(self, heads_list: int, token: int) -> int:
         """The heads' list that follows ``token`` in one of theirs; -1 for none."""
@@ -139,7 +143,14 @@ class _Walk:
         return index
 
     def _push(
-        self, survival: float, depth: int, heads_list: int, outlook: GrammarOutlook, above: int, rank: int
+        self,
+        survival: float,
+        depth: int,
+        heads_list: int,
+        before: GrammarOutlook,
+        tokens: list[int],
+        above: int,
+        rank: int,
     ) -> None:
         self._serial += 1
-        heappush(self._heap, (-survival, self._serial, depth, heads_list, outlook, above, rank))
+        heappush(self._heap, (-survival, self._serial, depth, heads_list, before, tokens, above, rank))
