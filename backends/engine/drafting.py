@@ -195,7 +195,7 @@ def _draft_request(sequence: Sequence) -> DraftRequest | None:
     trust, max_depth = sequence.speculation.trust, min(plan.num_heads, longest)
     grammar = sequence.request.grammar
     if grammar is not None and plan.tree is None and longest > 0 and (outlook := grammar.outlook()) is not None:
-        proposals = guided(proposals, outlook, trust=trust, longest=longest)
+        proposals = guided(proposals, outlook, trust=trust, heads_depth=max_depth, longest=longest)
         chains = {name: chain for name, chain in chains.items() if outlook.allows(chain.tokens[0])}
         # Its lists are as long as they may be, and trusted as far as they are.
         trust, max_depth = 1.0, longest

@@ -13,9 +13,17 @@ from typing import Any
 
 import llguidance
 
+from backends.grammar.deep_stack import on_deep_stack
 from backends.grammar.matcher import GrammarMatcher, MaskBuffers
 from backends.grammar.schema import HONOURED, checked_schema, keyword_paths
-from backends.grammar.spec import MAX_BYTES, MAX_CHOICES, MAX_PATTERN_BYTES, GrammarRefused, GrammarSpec
+from backends.grammar.spec import (
+    MAX_BYTES,
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_PATTERN_BYTES,
+    GrammarRefused,
+    GrammarSpec,
+)
 
 _JSON_OPTIONS: Any = {
     "lenient": False,
@@ -72,6 +80,9 @@ class GrammarCompiler:
     def open(self, spec: GrammarSpec) -> GrammarMatcher:
         """A new state at the beginning of an answer. Raises :class:`GrammarRefused` for what can't be carried out,
         which includes a grammar that no answer fits."""
+        return on_deep_stack(lambda: self._open(spec))
+
+    def _open(self, spec: GrammarSpec) -> GrammarMatcher:
         tokenizer = self._llguidance_tokenizer(spec)
         compiled = self._compiled(spec, tokenizer)
         if compiled.refusal is not None:
@@ -142,9 +153,8 @@ def _checked(spec: GrammarSpec, tokenizer: llguidance.LLTokenizer) -> str:
 
 
 def _translated(spec: GrammarSpec) -> str:
-    size, most = len(spec.text.encode(errors="surrogatepass")), MAX_BYTES
-    if spec.kind == "regex":
-        most = MAX_PATTERN_BYTES
+    size = len(spec.text.encode(errors="surrogatepass"))
+    most = {"regex": MAX_PATTERN_BYTES, "lark": MAX_GRAMMAR_BYTES, "gbnf": MAX_GRAMMAR_BYTES}.get(spec.kind, MAX_BYTES)
     if size > most:
         raise GrammarRefused(f"'{spec.param}' has {size} bytes; at most {most} are taken.", spec.param)
     if spec.kind == "json":

@@ -14,7 +14,9 @@ from urllib.parse import unquote
 from backends.grammar.spec import MAX_BYTES, MAX_CHOICES, GrammarRefused
 
 MAX_DEPTH = 64
-MAX_PROPERTIES = 1000
+MAX_SCHEMAS = 1000
+"""In one document, the schemas inside it counted in. The library follows references by recursion: a chain of three
+thousand takes all of a usual stack, and the process with it. See also :mod:`backends.grammar.deep_stack`."""
 
 HONOURED = frozenset(
     (
@@ -126,7 +128,7 @@ class _Reader:
         self._seen: set[int] = set()
         self._anchors: set[str] = set()
         self._refs: list[tuple[str, str]] = []
-        self._enums = self._properties = 0
+        self._enums = self._schemas = 0
 
     def read(self) -> dict[str, Any]:
         found = self._schema(self._root, self._param, 0)
@@ -144,6 +146,7 @@ class _Reader:
                 f"'{self._param}' is nested too deeply: at most {MAX_DEPTH} levels are taken.", self._param
             )
         self._seen.add(id(schema))
+        self._schemas = self._count(self._schemas, 1, MAX_SCHEMAS, self._param, "schemas inside it")
         found = {}
         for name, value in schema.items():
             if name in ANNOTATIONS or name.startswith("x-"):
@@ -163,18 +166,15 @@ class _Reader:
         if name in _MAPS:
             if not isinstance(value, dict):
                 raise GrammarRefused(f"'{path}' must be an object of schemas.", path, "invalid_type")
-            if name == "properties":
-                self._properties = self._count(self._properties, len(value), MAX_PROPERTIES, path, "properties")
             return {key: self._schema(each, f"{path}.{_cut(key)}", depth + 1) for key, each in value.items()}
         if name in _LISTS or (name == "items" and isinstance(value, list)):
             if not isinstance(value, list):
                 raise GrammarRefused(f"'{path}' must be an array of schemas.", path, "invalid_type")
-            self._enums = self._count(self._enums, len(value), MAX_CHOICES, path, "alternatives and enum values")
             return [self._schema(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
         if name in _SINGLE:
             return self._schema(value, path, depth + 1)
         if name == "enum" and isinstance(value, list):
-            self._enums = self._count(self._enums, len(value), MAX_CHOICES, path, "alternatives and enum values")
+            self._enums = self._count(self._enums, len(value), MAX_CHOICES, path, "enum values")
         elif name == "$ref":
             self._refs.append((path, str(value)))
         elif name == "$anchor":

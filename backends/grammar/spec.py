@@ -9,7 +9,9 @@ GrammarKind = Literal["json", "regex", "choice", "lark", "gbnf"]
 
 MAX_BYTES = 128 * 1024
 """Of a schema, pattern, grammar or list of choices, as text in UTF-8."""
-MAX_PATTERN_BYTES = 8 * 1024
+MAX_PATTERN_BYTES = MAX_GRAMMAR_BYTES = 8 * 1024
+"""Of a regular expression, and of a grammar: the library goes down a chain of rules by recursion, and one of three
+thousand would end the process."""
 MAX_CHOICES = 1000
 """Also of all enums of a schema together."""
 

@@ -27,13 +27,14 @@ class GuidedProposals(Proposals):
 
 
 def guided(
-    proposals: Proposals | None, outlook: GrammarOutlook, *, trust: float, longest: int
+    proposals: Proposals | None, outlook: GrammarOutlook, *, trust: float, heads_depth: int, longest: int
 ) -> GuidedProposals | None:
     """The lists below a sequence's pending token, as its grammar allows them; None where there are none.
 
-    ``outlook``: where the answer stands. ``trust`` scales the heads' probabilities. ``longest``: levels at most.
+    ``outlook``: where the answer stands. ``trust`` scales the heads' probabilities. ``heads_depth``: levels of
+    the heads' own guesses at most; ``longest``: of all.
     """
-    walk = _Walk(proposals, trust, longest)
+    walk = _Walk(proposals, trust, heads_depth, longest)
     walk.run(outlook)
     return walk.result()
 
@@ -41,8 +42,9 @@ def guided(
 class _Walk:
     """Best first: lists of likely paths are made before those of unlikely ones."""
 
-    def __init__(self, proposals: Proposals | None, trust: float, longest: int) -> None:
-        self._heads, self._trust, self._longest = proposals, trust, longest
+    def __init__(self, proposals: Proposals | None, trust: float, heads_depth: int, longest: int) -> None:
+        self._heads, self._trust = proposals, trust
+        self._heads_depth, self._longest = heads_depth, longest
         self._tokens: list[list[int]] = []
         self._probabilities: list[list[float]] = []
         self._below: list[list[int]] = []
@@ -60,7 +62,7 @@ class _Walk:
                 continue
             if forced := here.forced()[: self._longest - depth + 1]:
                 self._add_forced(-negative, depth, heads_list, here, above, rank, forced)
-            elif heads_list >= 0:
+            elif heads_list >= 0 and depth <= self._heads_depth:
                 self._add_guesses(-negative, depth, heads_list, here, above, rank)
 
     def result(self) -> GuidedProposals | None:

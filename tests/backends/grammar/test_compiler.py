@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from backends.grammar.spec import ANY_OBJECT, GrammarKind, GrammarRefused, Gramm
 from backends.models.tiny import TINY_TOKENIZERS, tiny_tokenizer
 from backends.types import GRAMMAR_LIMIT, TokenGrammar
 from tests.support.grammars import EOS, VOCAB, accepts, allowed, tiny_grammars
+from tests.support.paths import ROOT
 
 ODD = ['quo"te', "a\nb", "é\\", "", "\u0007/"]
 
@@ -226,3 +230,36 @@ def test_a_model_that_cannot_is_refused_by_name(given: dict[str, Any]) -> None:
         assert refused.value.code == "unsupported_parameter"
     else:
         compiler.open(GrammarSpec("regex", "a", "regex"))
+
+
+def linked(length: int, link: Callable[[dict[str, Any]], dict[str, Any]]) -> GrammarSpec:
+    """Definitions each of which holds a reference to the next."""
+    defs: dict[str, Any] = {f"{i}": link({"$ref": f"#/$defs/{i + 1}"}) for i in range(length)}
+    return GrammarSpec("json", json.dumps({"$ref": "#/$defs/0", "$defs": {**defs, f"{length}": {}}}))
+
+
+CHAINS = [
+    linked(990, lambda below: below),
+    linked(490, lambda below: {"items": below}),
+    GrammarSpec("lark", "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(700)) + '\nr700:"b"'),
+    GrammarSpec("lark", "start: R0\n" + "\n".join(f'R{i}:R{i + 1}"a"' for i in range(550)) + '\nR550:"b"'),
+]
+
+
+def test_the_longest_chains_do_not_end_the_process() -> None:
+    """In a process of its own, whose threads have less than half of the usual stack."""
+    program = (
+        "import json, sys, threading; threading.stack_size(3 << 20)\n"
+        "from backends.grammar.spec import GrammarSpec\n"
+        "from tests.support.grammars import allowed, tiny_grammars\n"
+        "def work():\n"
+        "    for kind, text in json.load(sys.stdin):\n"
+        "        grammar = tiny_grammars().open(GrammarSpec(kind, text))\n"
+        "        for _ in range(3):\n"
+        "            grammar.advance(min(allowed(grammar)))\n"
+        "        print('alive', flush=True)\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+    )
+    specs = json.dumps([(spec.kind, spec.text) for spec in CHAINS])
+    run = subprocess.run([sys.executable, "-c", program], input=specs, capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stdout.split()) == (0, ["alive"] * len(CHAINS)), run.stderr

@@ -55,7 +55,7 @@ def path(found: GuidedProposals | None, *ranks: int) -> tuple[str, list[float]]:
 
 
 def test_forced_tokens_follow_with_certainty_without_any_head() -> None:
-    found = guided(None, outlook_after(""), trust=0.3, longest=20)
+    found = guided(None, outlook_after(""), trust=0.3, heads_depth=20, longest=20)
     text, chances = path(found)
     assert '{"name":"'.startswith(text)
     assert len(text) > 6
@@ -66,7 +66,7 @@ def test_forced_tokens_follow_with_certainty_without_any_head() -> None:
 
 def test_forbidden_guesses_go_and_the_others_share_their_chance() -> None:
     heads = lists_of({"a": 0.3, "x": 0.4, "c": 0.2}, {"b": 0.5, "z": 0.2, "y": 0.1})
-    found = guided(heads, outlook_after('{"name":"'), trust=1.0, longest=12)
+    found = guided(heads, outlook_after('{"name":"'), trust=1.0, heads_depth=20, longest=12)
     assert found is not None
     assert found.tokens_of(0)[:2] == [ids("a")[0], ids("c")[0]]
     assert found.probabilities_of(0)[:2] == pytest.approx([0.5, 0.2 / 0.6])
@@ -79,11 +79,11 @@ def test_forbidden_guesses_go_and_the_others_share_their_chance() -> None:
 
 def test_the_heads_guesses_are_found_again_behind_what_is_forced() -> None:
     # A list for each position: the first six are of what is forced anyway.
-    forced = guided(None, outlook_after('{"name":"a'), trust=1.0, longest=20)
+    forced = guided(None, outlook_after('{"name":"a'), trust=1.0, heads_depth=20, longest=20)
     behind, _ = path(forced)
     rows = [{"x": 0.9, "y": 0.05} for _ in behind]
     heads = lists_of(*rows, *[{'"': 0.4, "7": 0.4}] * 4)
-    found = guided(heads, outlook_after('{"name":"a'), trust=1.0, longest=20)
+    found = guided(heads, outlook_after('{"name":"a'), trust=1.0, heads_depth=20, longest=20)
     text, chances = path(found)
     assert text.startswith(behind)
     assert "7" in text[len(behind) :]
@@ -91,13 +91,16 @@ def test_the_heads_guesses_are_found_again_behind_what_is_forced() -> None:
 
 
 def test_nothing_to_say_is_no_list() -> None:
-    assert guided(None, outlook_after('{"name":"ab","n":1'), trust=1.0, longest=5) is None
-    assert guided(lists_of({"x": 0.5, "y": 0.4}), outlook_after('{"name":"ab","n":'), trust=1.0, longest=5) is None
+    assert guided(None, outlook_after('{"name":"ab","n":1'), trust=1.0, heads_depth=20, longest=5) is None
+    assert (
+        guided(lists_of({"x": 0.5, "y": 0.4}), outlook_after('{"name":"ab","n":'), trust=1.0, heads_depth=20, longest=5)
+        is None
+    )
 
 
-@given(st.data(), st.integers(1, 12), st.floats(0.2, 1.0), st.booleans())
+@given(st.data(), st.integers(1, 12), st.integers(1, 12), st.floats(0.2, 1.0), st.booleans())
 def test_all_that_is_drafted_is_allowed_and_forced_nodes_are_certain(
-    data: st.DataObject, longest: int, trust: float, ahead: bool
+    data: st.DataObject, longest: int, depth: int, trust: float, ahead: bool
 ) -> None:
     answer = '{"name":"cd","n":123}'
     start = answer[: data.draw(st.integers(0, len(answer) - 1))]
@@ -108,7 +111,7 @@ def test_all_that_is_drafted_is_allowed_and_forced_nodes_are_certain(
     below = np.array([[i + 1 if i + 1 < lists else -1] + [-1] * (k - 1) for i in range(lists)], np.int32)
     heads = Proposals(np.array(rows, np.int32), chances[:, ::-1] / 2, below if ahead else None)
     here = outlook_after(start)
-    found = guided(heads, here, trust=trust, longest=longest)
+    found = guided(heads, here, trust=trust, heads_depth=depth, longest=longest)
     if found is None:
         return
     request = DraftRequest(found, max_nodes=24, max_depth=longest, longest=longest)
@@ -120,6 +123,7 @@ def test_all_that_is_drafted_is_allowed_and_forced_nodes_are_certain(
         before = here.after(paths[parent]) if paths[parent] else here
         assert before is not None
         assert before.allows(token)
+        assert draft.sources[row - 1] == GRAMMAR or len(paths[row]) <= depth
         if draft.sources[row - 1] == GRAMMAR:
             assert before.forced()[:1] == [token]
     assert all(0 <= token < VOCAB for token in draft.tokens)

@@ -155,6 +155,14 @@ def test_an_answer_whose_grammar_asks_for_too_much_ends_alone(
     assert ask(gateway, response_format=FORMAT)["choices"][0]["finish_reason"] == "stop"
 
 
+def test_an_end_that_is_forbidden_is_said_to_be_so(gateway: LiveGateway) -> None:
+    refused = ask(gateway, guided_choice=[""], min_tokens=3)
+    assert refused["code"] == "grammar_failed"
+    assert "nothing that the model could say next fits the grammar" in refused["message"]
+    # A complete answer ends, whatever min_tokens says.
+    assert content(ask(gateway, guided_choice=["ab"], min_tokens=30)["choices"][0]) == "ab"
+
+
 def test_explain_refuses_what_the_routes_refuse(gateway: LiveGateway) -> None:
     body = {"model": TINY_MODEL_NAME, "messages": [{"role": "user", "content": "hi"}]}
     for fields, status in (({"response_format": FORMAT}, 200), ({"guided_json": {"if": {}}}, 400)):
