@@ -41,8 +41,8 @@ class LogitProcessor:
     params: SamplingParams
     prompt_ids: NDArray[np.int64]
     ending_ids: NDArray[np.int64]
-    grammar: TokenGrammar | None = None
     counts: Counter[int] = field(default_factory=Counter)
+    grammar: TokenGrammar | None = None
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] = field(init=False)
     _has_penalties: bool = field(init=False)
     _accepted: int = 0

@@ -169,7 +169,7 @@ def test_log_probabilities_are_those_before_the_mask(loaded: LoadedCore) -> None
 
 def test_what_was_told_along_a_path_is_not_told_again() -> None:
     grammar = EvenAfterOdd()
-    processor = LogitProcessor(SamplingParams(), np.array([], np.int64), np.array([0]), grammar)
+    processor = LogitProcessor(SamplingParams(), np.array([], np.int64), np.array([0]), grammar=grammar)
     row = np.zeros(VOCAB, np.float32)
     processor.apply(row, [])
     processor.apply(row, [3])
