@@ -17,6 +17,8 @@ START_LOG = "backends.start"
 """The logger of what takes its time at a start, at INFO: shown on the console unless only errors are asked for."""
 ENGINE_FAILED = "the engine failed on this request; its log says why"
 NOT_FINITE = "the model's logits are not finite"
+GRAMMAR_LIMIT = "the grammar asks for more work than one answer is allowed; make it simpler"
+GRAMMAR_STUCK = "nothing that the model could say next fits the grammar"
 """What a client is told of a failure (:attr:`TokenChunk.error`)."""
 
 
@@ -76,12 +78,64 @@ class DecodingPlan:
     deadline: str = ""
 
 
+class GrammarOutlook(Protocol):
+    """What a grammar has to say of tokens to come, for drafting: it never touches the state that decides."""
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, as far as they are known; usually none."""
+        ...
+
+    def allows(self, token: int) -> bool:
+        """Whether the token may come next."""
+        ...
+
+    def after(self, tokens: Sequence[int]) -> GrammarOutlook | None:
+        """The outlook behind these tokens, itself unchanged; None where they may not come, or nothing may follow."""
+        ...
+
+
+class TokenGrammar(Protocol):
+    """Which tokens may come next in one answer: the state of that answer alone, moved on by its accepted tokens.
+
+    Not thread-safe, and never shared by two answers. Nothing here raises: what goes wrong is told by ``error``.
+    """
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer can't go on, for the client; None while it can. For ever, once set."""
+        ...
+
+    @property
+    def complete_after(self) -> int | None:
+        """After how many tokens all was said, so that nothing but the end may follow; None: it was not yet."""
+        ...
+
+    @property
+    def is_document(self) -> bool:
+        """Whether stop strings inside the text are data, and must not cut it."""
+        ...
+
+    def outlook(self) -> GrammarOutlook | None:
+        """Behind the accepted tokens; None where there is no telling."""
+        ...
+
+    def mask(self, row: Any) -> None:
+        """Set the logits ``row`` [V] (a float32 numpy array, changed in place) of every token that may not come next
+        to minus infinity; of all tokens after an error."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """The token was accepted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to decode. ``deadline_s``: seconds from submission after which it ends with reason "deadline".
 
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
     ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
+    ``grammar``: what the answer must follow, opened for this request alone.
     """
 
     request_id: str
@@ -91,6 +145,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     stats_key: str = ""
     continues: bool = False
+    grammar: TokenGrammar | None = None
 
 
 @dataclass(slots=True)
@@ -123,7 +178,8 @@ class DecodeCounters:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a token under softmax of the model's raw logits (before penalties and temperature)."""
+    """Natural-log probability of a token under softmax of the model's raw logits: before penalties, grammar and
+    temperature."""
 
     token_id: int
     token: str
@@ -145,7 +201,8 @@ class GenerationStats:
     when the step that gave its first token had ended, when it ended, each time it stopped drafting for a while, and
     when it stopped for good since it was behind its deadline.
     ``saved_s``: engine time against vanilla decoding of the same tokens, its share of the batch's; may be negative.
-    ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", or another drafter's name).
+    ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", "grammar", or another drafter's name).
+    ``drafted_grammar_tokens``: candidates that the answer's grammar forced.
     """
 
     method: Method
@@ -156,6 +213,7 @@ class GenerationStats:
     drafted_tokens: int = 0
     accepted_draft_tokens: int = 0
     accepted_by: Mapping[str, int] = field(default_factory=dict)
+    drafted_grammar_tokens: int = 0
     emitted_tokens: int = 0
     speedup_estimate: float = 1.0
     saved_s: float = 0.0
@@ -171,6 +229,11 @@ class GenerationStats:
     def accepted_lookup_tokens(self) -> int:
         """Accepted tokens that were looked up in the text rather than guessed by heads."""
         return self.accepted_by.get("lookup", 0)
+
+    @property
+    def accepted_grammar_tokens(self) -> int:
+        """Accepted tokens that the answer's grammar forced."""
+        return self.accepted_by.get("grammar", 0)
 
     @property
     def tokens_per_step(self) -> float:

@@ -9,6 +9,7 @@ from backends.cost.step_cost import StepCost
 from backends.engine.counters import CounterBook, SequenceStep, StepTimes
 from backends.engine.optional_parts import OptionalParts
 from backends.engine.step_plan import Outcome, StepPlan, StepPrice, decoded
+from backends.speculation.tree_builder import GRAMMAR
 from backends.types import StepSample
 
 _MOST_SAMPLES = 4096
@@ -67,6 +68,7 @@ class StepAccounting:
             step = SequenceStep(
                 outcome.emitted,
                 num_drafted=len(item.draft.tokens),
+                num_drafted_of_grammar=0 if request.grammar is None else item.draft.sources.count(GRAMMAR),
                 accepted_by=outcome.accepted_by,
                 proposals=item.proposals,
                 drafting_ms=drafting_ms * item.drafting_weight / total if total else drafting_ms / size,

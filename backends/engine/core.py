@@ -25,6 +25,7 @@ from backends.speculation.batch_gate import DraftGate
 from backends.speculation.verify import verify
 from backends.types import (
     ENGINE_FAILED,
+    GRAMMAR_STUCK,
     NOT_FINITE,
     EngineLoad,
     FinishReason,
@@ -206,8 +207,10 @@ class EngineCore:
         item, sequence, result = outcome.scheduled, outcome.scheduled.sequence, outcome.result
         for token, row in zip(result.tokens, result.rows, strict=True):
             if not 0 <= token < self.runner.vocab_size:
-                log.error("request %s ends: the model's logits are not finite", sequence.id)
-                sequence.finish_reason, sequence.error = "error", NOT_FINITE
+                reason = self._stuck_by_grammar(sequence, logits[item.first_row + row])
+                sequence.finish_reason, sequence.error = "error", reason or NOT_FINITE
+                level = logging.ERROR if reason is None else logging.INFO
+                log.log(level, "request %s ends: %s", sequence.id, sequence.error)
                 return
             if self._observer is not None:
                 self._observer(sequence.id, len(sequence.tokens), token, logits[item.first_row + row])
@@ -217,6 +220,15 @@ class EngineCore:
                 outcome.accepted_by[source] = outcome.accepted_by.get(source, 0) + 1
             if sequence.accept(token, logits, item.first_row + row):
                 return
+
+    @staticmethod
+    def _stuck_by_grammar(sequence: Sequence, logits_row: torch.Tensor) -> str | None:
+        """Why the grammar lets no token through for ``logits_row`` [V]; None: it is not the grammar's doing. One that
+        has failed forbids all there is; another may want the end where ``min_tokens`` forbids it."""
+        grammar = sequence.request.grammar
+        if grammar is None:
+            return None
+        return grammar.error or (GRAMMAR_STUCK if bool(logits_row.amax().isfinite()) else None)
 
     def _commit(self, outcomes: list[Outcome]) -> None:
         """Move the accepted candidates' keys and values from scratch into their sequences' pages."""

@@ -32,6 +32,8 @@ class SequenceStep:
     emitted: list[int]
     # Candidates verified, and those that were accepted, by who guessed them.
     num_drafted: int
+    # Those of the verified ones that a grammar forced.
+    num_drafted_of_grammar: int
     accepted_by: Mapping[str, int]
     # The heads' guesses that stood against ``emitted``; None: the heads were not asked.
     proposals: Proposals | None
@@ -48,6 +50,7 @@ class RequestCounts:
     # Of these: with candidates.
     medusa_steps: int = 0
     drafted: int = 0
+    drafted_of_grammar: int = 0
     accepted: int = 0
     accepted_by: dict[str, int] = field(default_factory=dict)
     # Candidates of the largest draft.
@@ -63,6 +66,7 @@ class RequestCounts:
         drafted = step.num_drafted
         self.medusa_steps += drafted > 0
         self.drafted += drafted
+        self.drafted_of_grammar += step.num_drafted_of_grammar
         self.accepted += len(step.emitted) - 1
         for source, accepted in step.accepted_by.items():
             self.accepted_by[source] = self.accepted_by.get(source, 0) + accepted

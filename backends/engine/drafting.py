@@ -16,6 +16,7 @@ from backends.engine.drafters import Drafter, DraftingCall, say_unasked
 from backends.engine.optional_parts import OptionalPart, OptionalParts
 from backends.engine.sequence import Sequence
 from backends.engine.step_plan import Outcome, StepPlan, decoded
+from backends.speculation.guided import guided
 from backends.speculation.tree_builder import NO_OFFERS, Chain, Draft, DraftRequest, Offer, plan_drafts
 from backends.speculation.undrafted import Why
 from backends.tree import MAX_DEPTH
@@ -196,13 +197,20 @@ def _draft_request(sequence: Sequence) -> DraftRequest | None:
             chains[name] = offer
         else:
             proposals = offer
+    trust, max_depth = sequence.speculation.trust, min(plan.num_heads, longest)
+    grammar = sequence.request.grammar
+    if grammar is not None and plan.tree is None and longest > 0 and (outlook := grammar.outlook()) is not None:
+        proposals = guided(proposals, outlook, trust=trust, heads_depth=max_depth, longest=longest)
+        chains = {name: chain for name, chain in chains.items() if outlook.allows(chain.tokens[0])}
+        # Its lists are as long as they may be, and trusted as far as they are.
+        trust, max_depth = 1.0, longest
     if longest <= 0 or (proposals is None and (not chains or plan.tree is not None)):
         return None
     return DraftRequest(
         proposals=proposals,
         max_nodes=len(plan.tree) if plan.tree is not None else plan.max_nodes,
-        max_depth=min(plan.num_heads, longest),
-        trust=sequence.speculation.trust,
+        max_depth=max_depth,
+        trust=trust,
         tree=plan.tree,
         chains=chains,
         longest=longest,

@@ -26,6 +26,7 @@ from backends.engine.core import EngineCore, Observer
 from backends.engine.options import EngineOptions
 from backends.engine.start_stages import StartStages, tell
 from backends.engine.thread import Engine
+from backends.grammar.compiler import GrammarCompiler
 from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.models.hub import settle_for_the_cache
 from backends.models.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
@@ -56,6 +57,7 @@ _WITHOUT_KERNELS = "which is slower where the kernels fit the CPU; install a C c
 class OpenedEngine:
     decoder: Engine
     tokenizer: HfTokenizer
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class LoadedCore:
     core: EngineCore
     tokenizer: HfTokenizer
     info: ModelInfo
+    grammars: GrammarCompiler
     keeping: CostKeeping | None = None
     idle: IdleMeasuring | None = None
 
@@ -88,7 +91,8 @@ def open_engine(
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
         torch.set_num_threads(1)
-    return OpenedEngine(Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle), loaded.tokenizer)
+    engine = Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle)
+    return OpenedEngine(engine, loaded.tokenizer, loaded.grammars)
 
 
 @contextlib.contextmanager
@@ -252,7 +256,8 @@ def build_core(
         gate,
         calibration or Calibration(start=factors),
     )
-    return LoadedCore(core, tokenizer, info, keeping, idle)
+    grammars = GrammarCompiler(tokenizer.to_json, runner.vocab_size, engine_config.eos_token_ids)
+    return LoadedCore(core, tokenizer, info, grammars, keeping, idle)
 
 
 @contextlib.contextmanager

@@ -73,16 +73,19 @@ class Sequence:
         self.detokenizer = (
             self.tokenizer.detokenizer_after(self.tokens) if self.request.continues else self.tokenizer.detokenizer()
         )
-        self.text = TextStream(sampling.stop, self.detokenizer.push, self.detokenizer.flush)
+        in_document = self.request.grammar is not None and self.request.grammar.is_document
+        stops = () if in_document else sampling.stop
+        self.text = TextStream(stops, self.detokenizer.push, self.detokenizer.flush)
         self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
         plan = self.request.plan
         if plan.method == "medusa" and plan.lookup and plan.tree is None:
             self.lookup = Lookup(self.tokens)
-        if LogitProcessor.wanted(sampling):
+        if LogitProcessor.wanted(sampling) or self.request.grammar is not None:
             self.processor = LogitProcessor(
                 sampling,
                 prompt_ids=np.unique(np.array(self.request.prompt_token_ids, np.int64)),
                 ending_ids=np.array(sorted(self._ending_ids), np.int64),
+                grammar=self.request.grammar,
             )
 
     @property
@@ -109,7 +112,7 @@ class Sequence:
         self.tokens.append(token)
         self._unsent.append(token)
         if self.processor is not None:
-            self.processor.counts[token] += 1
+            self.processor.accept(token)
         num_generated = len(self.tokens) - self.prompt_length
         may_stop = num_generated > sampling.min_tokens
         if may_stop and token in self._ending_ids:
@@ -123,6 +126,9 @@ class Sequence:
             self.text.add_logprobs(start, entry)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
+        elif self.processor is not None and self.processor.complete:
+            # What would follow is the token that ends an answer, which is no part of it.
+            self.finish_reason = "stop"
         elif num_generated >= sampling.max_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
@@ -198,6 +204,7 @@ class Sequence:
             drafted_tokens=counts.drafted,
             accepted_draft_tokens=counts.accepted,
             accepted_by=dict(counts.accepted_by),
+            drafted_grammar_tokens=counts.drafted_of_grammar,
             emitted_tokens=self.num_generated,
             speedup_estimate=self.speedup,
             saved_s=counts.saved_ms / 1e3,

@@ -9,6 +9,7 @@ from backends.engine.loading import EngineOptions, load_core
 from backends.models.tiny import TINY_MODEL_NAME, TINY_TOKENIZERS
 from backends.models.tiny_architectures import TINY_ARCHITECTURES
 from backends.models.tokenizer import HfTokenizer
+from backends.proof.grammars import RandomGrammars
 from backends.proof.lossless import LosslessReport, Progress, verify_lossless
 
 
@@ -27,8 +28,9 @@ def prove(
     max_tokens: int,
     seed: int,
     progress: Progress,
+    grammar: bool = False,
 ) -> LosslessReport:
-    """Load and compare. ``architecture``, ``tokenizer``: of the tiny model.
+    """Load and compare. ``architecture``, ``tokenizer``: of the tiny model. ``grammar``: most answers must follow one.
 
     Raises OSError or ValueError for what the user can mend.
     """
@@ -46,7 +48,18 @@ def prove(
     )
     loaded = load_core(options)
     ids = random_prompts(loaded.tokenizer, prompts, random.Random(seed), longest=40 if tiny else 120)
-    return verify_lossless(loaded, ids, seed=seed, max_tokens=max_tokens, progress=progress)
+    if not grammar:
+        return verify_lossless(loaded, ids, seed=seed, max_tokens=max_tokens, progress=progress)
+    grammars = RandomGrammars(loaded.grammars, seed)
+    return verify_lossless(
+        loaded,
+        ids,
+        seed=seed,
+        max_tokens=max_tokens,
+        progress=progress,
+        open_grammar=grammars.open,
+        judge=grammars.judge,
+    )
 
 
 def architectures(asked: str | None) -> list[str | None]:

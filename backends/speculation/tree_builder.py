@@ -18,12 +18,15 @@ from typing import NamedTuple
 from backends.cost.step_cost import StepCost
 from backends.heads.expansion import LEAST_SURVIVAL
 from backends.runners.base import Proposals
+from backends.speculation.guided import GuidedProposals
 from backends.tree import CandidateTree
 
 # The source of nodes that come from lists of siblings (:class:`Proposals`).
 HEADS = "heads"
 # The source of nodes that the text's own repetition gives (:mod:`backends.speculation.prompt_lookup`).
 LOOKUP = "lookup"
+# The source of nodes that a grammar forces (:mod:`backends.speculation.guided`).
+GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,10 @@ class _Lists:
         self.depth, self.nodes, self.taken = request.max_depth, request.max_nodes, 0
         # Who has guessed a token of a list, where that is not the heads; and the lists that follow one path only.
         self._sources: dict[tuple[int, int], str] = {}
+        if isinstance(request.proposals, GuidedProposals):
+            self._sources = {
+                (index, request.proposals.tokens_of(index)[0]): GRAMMAR for index in request.proposals.forced
+            }
         self._of_paths: set[int] = set()
         longest = request.max_depth if request.longest is None else request.longest
         for source, chain in request.chains.items():
@@ -293,6 +300,9 @@ class _Lists:
                 path = (0 if self._proposals is None else self._proposals.lists) + len(self._of_paths) + 1
                 self._of_paths.add(path)
                 self._lists[path] = self.guesses(below) if depth + 1 < self.depth else _NO_GUESSES
+                for each in self._lists[path].tokens if self._sources else ():
+                    if (below, each) in self._sources:
+                        self._sources[path, each] = self._sources[below, each]
             followed = [path if guess[0] == token else guess[2] for guess in guesses]
             self._lists[index] = _Guesses([guess[0] for guess in guesses], [guess[1] for guess in guesses], followed)
             index = path

@@ -46,7 +46,8 @@ def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None 
     for name in ("ChatCompletionRequest", "CompletionRequest"):
         if models:
             schemas[name]["properties"]["model"] = {"type": "string", "enum": list(models)}
-    for name in ("ChatCompletionRequest", "CompletionRequest", "StreamOptions", "DecodingOptions"):
+    inner = ("StreamOptions", "DecodingOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs")
+    for name in ("ChatCompletionRequest", "CompletionRequest", *inner):
         schemas[name]["additionalProperties"] = {"type": "null", "description": "null always means left out."}
     for name in ("ChatMessage", "TextPart"):
         # An assistant's has whatever its server added; that it is an assistant's takes too many words of schema.

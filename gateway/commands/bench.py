@@ -15,7 +15,7 @@ from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
-_KINDS = ("decoding", "sweep", "telemetry", "peers", "load", "prompts")
+_KINDS = ("decoding", "sweep", "structured", "telemetry", "peers", "load", "prompts")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +23,8 @@ def add_parser(subparsers: Any) -> None:
         "bench",
         help="measure Medusa, vanilla and transformers' generate side by side",
         description="Contestants take turns on the same prompts; cells report medians over rounds. `bench sweep` "
-        "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench telemetry` "
+        "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench structured` "
+        "measures answers by JSON schema; `bench telemetry` "
         "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without; "
         "`bench peers` compares with other engines, as `make peers` installs them; `bench load` does so over HTTP; "
         "`bench prompts` brings a public benchmark's prompts from where you say.",
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
             return run_load_command(args, _progress)
         if args.what == "prompts":
             return run_prompts_command(args)
-        report = {"decoding": _decoding, "sweep": _sweep, "telemetry": _telemetry}[args.what](args)
+        report = _BENCHES[args.what](args)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if args.json:
@@ -84,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     for cell in report["cells"]:
         print("| " + " | ".join(str(cell[column]) for column in columns) + " |")
+    for name, value in report.items():
+        if name not in ("machine", "cells", "cost_ms"):
+            print(f"{name}: {value}")
     return 0
 
 
@@ -114,6 +118,13 @@ def _sweep(args: argparse.Namespace) -> dict[str, Any]:
     return run_sweep(options, _progress)
 
 
+def _structured(args: argparse.Namespace) -> dict[str, Any]:
+    from backends.bench.structured import StructuredOptions, run_structured
+
+    options = StructuredOptions(_engine(args), rounds=args.rounds or _ROUNDS, max_tokens=args.max_tokens or 128)
+    return run_structured(options, _progress)
+
+
 def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
     if args.concurrency is not None and len(args.concurrency) > 1:
         raise ValueError("--concurrency of bench telemetry is one number, such as 16")
@@ -139,6 +150,9 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         return run_telemetry_bench(bench, _progress)
     except RuntimeError as error:  # a gateway that doesn't start says what is to be mended
         raise ValueError(str(error)) from error
+
+
+_BENCHES = {"decoding": _decoding, "sweep": _sweep, "structured": _structured, "telemetry": _telemetry}
 
 
 def _engine(args: argparse.Namespace) -> EngineOptions:

@@ -11,6 +11,8 @@ from typing import Any
 from gateway.commands.engine_options import add_engine_options
 from gateway.commands.errors import CommandError
 
+_MOST_SHOWN = 5
+
 
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
@@ -33,7 +35,12 @@ def add_parser(subparsers: Any) -> None:
         help="with --tiny: the shape of its tokenizer (byte-level, byte-fallback, llama3), or 'all', one after another",
     )
     add("--prompts", type=int, metavar="N", help="prompts per dtype; default: 200, with --tiny 5000")
-    add("--max-tokens", type=int, default=24, metavar="N", help="longest answer; default: %(default)s")
+    add("--max-tokens", type=int, metavar="N", help="longest answer; default: 24, with --grammar 160")
+    add(
+        "--grammar",
+        action="store_true",
+        help="most answers must follow a random schema, pattern, choice or grammar, and are checked against it too",
+    )
     add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
     add_engine_options(add, "--device", "--runner", "--quantize")
     add("--seed", type=int, default=0, help="default: %(default)s")
@@ -42,6 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from backends.proof.grammars import can_validate
     from backends.proof.setup import architectures, prove, tokenizers
 
     if args.architecture and not args.tiny:
@@ -67,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
                 device=args.device,
                 runner=args.runner,
                 prompts=prompts,
-                max_tokens=args.max_tokens,
+                max_tokens=args.max_tokens or (160 if args.grammar else 24),
+                grammar=args.grammar,
                 seed=args.seed,
                 progress=lambda done, total, name=name: _progress(name, done, total),
             )
@@ -75,6 +84,12 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches", "text_mismatches")
     total = {key: sum(getattr(part, key) for part in parts.values()) for key in keys}
+    invalid = [wrong for part in parts.values() for wrong in part.invalid]
+    if args.grammar:
+        total |= {"whole_answers": sum(part.whole for part in parts.values()), "invalid_answers": len(invalid)}
+        total["validated_by_jsonschema"] = can_validate()
+    for wrong in invalid[:_MOST_SHOWN]:
+        print(f"an answer breaks its grammar: {wrong}", file=sys.stderr)
     if args.json:
         detail = {
             name: {**{key: getattr(part, key) for key in keys}, "accepted_draft_tokens": part.accepted}
@@ -87,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
                 f"{name}: {part.prompts} prompts, {part.tokens} tokens, {part.accepted} draft tokens accepted, "
                 f"{part.token_mismatches} token mismatches, {part.logit_mismatches} logit mismatches, "
                 f"{part.text_mismatches} text mismatches"
+                + (f", {part.whole} whole answers, {len(part.invalid)} invalid" if args.grammar else "")
             )
+        if args.grammar and not can_validate():
+            print("documents were only parsed: jsonschema is not installed")
     return 0 if all(part.lossless for part in parts.values()) else 1
 
 

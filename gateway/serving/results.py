@@ -78,6 +78,8 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
         drafted_tokens=sum(each.drafted_tokens for each in stats),
         accepted_draft_tokens=sum(each.accepted_draft_tokens for each in stats),
         accepted_lookup_tokens=sum(each.accepted_lookup_tokens for each in stats),
+        drafted_grammar_tokens=sum(each.drafted_grammar_tokens for each in stats),
+        accepted_grammar_tokens=sum(each.accepted_grammar_tokens for each in stats),
         speedup_estimate=round(weighted / steps, 4) if steps else 1.0,
         lossless=plan.acceptance == "exact" and all(each.lossless for each in stats),
         reason="; ".join(dict.fromkeys(reason for reason in reasons if reason)),

@@ -20,7 +20,8 @@ class DecodingReport(Struct):
 
     ``accepted_tokens_per_step`` counts every emitted token, so vanilla decoding has 1. ``speedup_estimate`` is against
     vanilla decoding in the same batch. ``accepted_lookup_tokens``: of the accepted ones, those found in the text itself
-    rather than guessed by heads. ``lossless`` false: the answer may differ from vanilla decoding's.
+    rather than guessed by heads; ``drafted_grammar_tokens``, ``accepted_grammar_tokens``: those that the answer's
+    grammar forced. ``lossless`` false: the answer may differ from vanilla decoding's.
     ``adapted_from``: the model that the served one was adapted from together with its heads; the answer is the adapted
     model's.
     """
@@ -33,6 +34,8 @@ class DecodingReport(Struct):
     drafted_tokens: int
     accepted_draft_tokens: int
     accepted_lookup_tokens: int
+    drafted_grammar_tokens: int
+    accepted_grammar_tokens: int
     speedup_estimate: float
     lossless: bool
     reason: str

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from backends.bench import structured
 from backends.bench.load_sweep import STATIC_TREES
 from backends.engine.loading import EngineOptions, LoadedCore, build_core, load_core, load_parts
 from backends.models.tiny import TINY_MODEL_NAME
@@ -48,6 +49,40 @@ def test_text_that_is_not_that_of_the_tokens_is_caught() -> None:
     report = verify_lossless(loaded, [tuple(range(5 + i, 12 + i)) for i in range(40)], seed=1, max_tokens=8)
     assert report.text_mismatches > 0
     assert not report.lossless
+
+
+def test_grammars_are_proven_too(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["verify-lossless", "--tiny", "--grammar", "--prompts", "40", "--dtype", "float32", "--json"]
+    assert main([*arguments, "--max-tokens", "100"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["token_mismatches"] == report["logit_mismatches"] == report["text_mismatches"] == 0
+    assert report["whole_answers"] >= 25
+    assert report["invalid_answers"] == 0
+    assert report["validated_by_jsonschema"] is True
+    assert report["by_dtype"]["float32"]["accepted_draft_tokens"] > 100
+
+
+def test_an_answer_that_breaks_its_grammar_is_caught(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.grammar.matcher.MaskBuffers.apply", lambda self, row: None)
+    monkeypatch.setattr("backends.grammar.matcher.GrammarMatcher.advance", lambda self, token: None)
+    arguments = ["verify-lossless", "--tiny", "--grammar", "--prompts", "30", "--dtype", "float32"]
+    assert main(arguments) == 1
+    assert "an answer breaks its grammar" in capsys.readouterr().err
+
+
+def test_bench_structured_reports_ratios_and_the_cost_of_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    name, (_, schema) = next(iter(structured.SCHEMAS.items()))
+    monkeypatch.setattr(structured, "SCHEMAS", {name: ("hi", schema)})
+    options = EngineOptions(model=TINY_MODEL_NAME, dtype="float32", threads=1)
+    report = structured.run_structured(structured.StructuredOptions(options, rounds=1, max_tokens=150))
+    (cell,) = report["cells"]
+    assert cell["identical"] is True
+    assert cell["by_grammar"] > 10
+    assert report["mask_us"]["rows"] > 20
+    assert min(report["over_free_vanilla"], report["over_constrained_vanilla"], report["again"]) > 0
+    assert report["beside_grammars"]["rounds"] == 2
 
 
 def test_the_transformers_path_is_exact_too(capsys: pytest.CaptureFixture[str]) -> None:

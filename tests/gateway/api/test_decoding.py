@@ -31,6 +31,8 @@ REPORT_FIELDS = {
     "drafted_tokens",
     "accepted_draft_tokens",
     "accepted_lookup_tokens",
+    "drafted_grammar_tokens",
+    "accepted_grammar_tokens",
     "speedup_estimate",
     "lossless",
     "reason",
