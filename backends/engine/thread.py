@@ -134,6 +134,10 @@ class Engine:
         samples = self._core.accounting.samples
         return [samples.popleft() for _ in range(len(samples))]
 
+    def optional_failures(self) -> dict[str, int]:
+        """How often parts that the engine can do without have failed, see :mod:`backends.engine.optional_parts`."""
+        return self._core.optional.failures()
+
     def step_cost(self) -> dict[str, Any]:
         cost = self._core.cost
         return {

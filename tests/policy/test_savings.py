@@ -27,7 +27,7 @@ def test_a_requests_share_is_what_its_class_is_told(steps: list[tuple[int, float
     """The sums by tenant and those by class are of the same times, up to the rounding of counters."""
     book, request = CounterBook(), RequestCounts()
     for tokens, vanilla_ms, drafting_ms, sequences in steps:
-        step = SequenceStep([0] * tokens, tokens - 1, 0, None, drafting_ms)
+        step = SequenceStep([0] * tokens, tokens - 1, 0, {}, None, drafting_ms)
         times = StepTimes(vanilla_ms, vanilla_ms + drafting_ms, vanilla_ms, sequences)
         book.add_step("key", step, times, control=False)
         request.add(step, times)
