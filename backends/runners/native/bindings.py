@@ -239,9 +239,9 @@ def bind(path: Path, variant: str | None = None) -> Kernels:
     return kernels
 
 
-def variant_flags() -> Mapping[str, Sequence[str]]:
-    """The variants of this architecture, best first, with their compiler flags."""
-    return _VARIANTS.get(platform.machine(), {"generic": ()})
+def variant_flags(machine: str | None = None) -> Mapping[str, Sequence[str]]:
+    """The variants of an architecture, this one's unless it is named, best first, with their compiler flags."""
+    return _VARIANTS.get(machine or platform.machine(), {"generic": ()})
 
 
 def runnable_variants(library: ctypes.CDLL) -> list[str]:

@@ -1,8 +1,9 @@
 // A program that tells two processors apart by the bits of their results, for tests/backends/runners/test_arm.py.
 //
 // Without arguments it prints a line for every kernel: its name, and a hash of what it gives for random numbers in odd
-// shapes. With the name of a file it runs the calls of a model that another machine has recorded there, and prints for
-// each what they were and whether the bits are those of the recording.
+// shapes. With the name of a file it runs the calls of a model that another machine has recorded there (Recording in
+// tests/support/arm.py), and prints for each what it was and whether the bits are those of the recording. With
+// "variants" it prints those that the CPU can run, best first.
 #include <stdio.h>
 
 #include "kernel_units.c"
@@ -277,7 +278,7 @@ static void every_kernel(void) {
     mg_pool_free(pool);
 }
 
-// --- A recording: numbers of 32 bits, and blocks of bytes after their length, as test_arm.py writes them.
+// --- A recording: numbers of 32 bits, and blocks of bytes after their length.
 
 static FILE *recording;
 static int32_t integer(void) {
@@ -351,8 +352,12 @@ static void replay(const char *path) {
     mg_workspace_free(ws);
 }
 
+const char *mg_variant(int n);
+
 int main(int count, char **arguments) {
-    if (count > 1)
+    if (count > 1 && !strcmp(arguments[1], "variants"))
+        for (int n = 0; mg_variant(n); n++) printf("%s\n", mg_variant(n));
+    else if (count > 1)
         replay(arguments[1]);
     else
         every_kernel();

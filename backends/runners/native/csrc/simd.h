@@ -12,6 +12,10 @@
 #include <immintrin.h>
 #endif
 #if defined(__aarch64__) && !defined(MG_GENERIC)
+#if !defined(__clang__)
+// gcc loads so far ahead in a tile that its sums no longer fit the registers.
+#pragma GCC optimize("no-schedule-insns")
+#endif
 #include <arm_neon.h>
 #define NEON 1
 #else
