@@ -24,6 +24,7 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 PACKAGES = "gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static"
 # The least that has what a variant needs: what else it used would be an illegal instruction.
 LEAST_CPU = {"neon_dotprod": "neoverse-n1", "neon": "cortex-a57", "generic": "cortex-a57"}
+STRICT = ("-Wall", "-Wextra", "-Werror")
 PROGRAM = ROOT / "tests" / "backends" / "runners" / "kernel_hashes.c"
 
 
@@ -42,7 +43,15 @@ def build(machine: str, folder: Path, *, only: str | None = None) -> dict[str, P
         if only not in (None, variant):
             continue
         made[variant] = folder / f"{machine}-{variant}"
-        command = [compiler, *lib.FLAGS, "-static", *flags, f"-DMG_VARIANT={variant}", f"-I{lib.SOURCE_FOLDER}"]
+        command = [
+            compiler,
+            *lib.FLAGS,
+            *STRICT,
+            "-static",
+            *flags,
+            f"-DMG_VARIANT={variant}",
+            f"-I{lib.SOURCE_FOLDER}",
+        ]
         running.append(subprocess.Popen([*command, *sources, "-o", str(made[variant]), "-lm"]))
     failed = [process.args for process in running if process.wait()]
     assert not failed

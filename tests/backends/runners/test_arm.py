@@ -35,7 +35,7 @@ def test_every_kernel(programs: dict[str, Path], tmp_path: Path) -> None:
         pytest.skip("compares ARM with x86")
     lowest = list(lib.variant_flags())[-1]
     here = arm.run(arm.build(platform.machine(), tmp_path, only=lowest)[lowest])
-    assert len(here) == 15
+    assert len(here) == 17
     with ThreadPoolExecutor() as workers:
         for variant, found in zip(programs, workers.map(arm.run, programs.values()), strict=True):
             assert found == here, variant
@@ -88,9 +88,7 @@ def test_variants_that_can_be_asked_for(machine: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(platform, "machine", lambda: machine)
     runnable = ["neon", "generic"]
     assert [lib.chosen_variant(asked, runnable) for asked in (None, *runnable)] == ["neon", *runnable]
-    with pytest.raises(
-        ValueError, match="MEDUSA_CPU is 'neon_dotprod', which this CPU can't run; it can run neon"
-    ):
+    with pytest.raises(ValueError, match="MEDUSA_CPU is 'neon_dotprod', which this CPU can't run; it can run neon"):
         lib.chosen_variant("neon_dotprod", runnable)
     with pytest.raises(ValueError, match="MEDUSA_CPU is 'avx2'; it can be neon_dotprod, neon, generic or"):
         lib.chosen_variant("avx2", runnable)
