@@ -27,7 +27,7 @@
 typedef uint16_t bf16;
 
 // Floats of a register. HAS_DOT: a dot product of bfloat16 pairs, which adds the second product, then the first. (Arm's
-// BFDOT and BFMMLA add the two products to one another before the sum, so they have other bits.)
+// BFDOT adds the two products to one another before the sum, so it has other bits.)
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define PART_LANES 16
 #elif defined(__AVX2__) && defined(__FMA__)
