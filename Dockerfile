@@ -39,8 +39,9 @@ COPY telemetry telemetry
 RUN pip install --no-cache-dir -c constraints.txt --no-deps .
 
 FROM ${PYTHON_IMAGE} AS runtime-cpu
-# gcc builds the CPU kernels for the machine that the container runs on, at its first start; tini passes signals on from
-# the first moment, also while a model is being loaded. Debian keeps only the newest build of a package: no pins.
+# gcc builds the CPU kernels at the first start: all variants of the architecture, of which each start takes the one that
+# suits its CPU, so /cache may move to another machine. tini passes signals on from the first moment, also while a model
+# is being loaded. Debian keeps only the newest build of a package: no pins.
 # hadolint ignore=DL3008
 RUN apt-get update \
  && apt-get install -y --no-install-recommends gcc libc6-dev tini \

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8080
 SOAK_S ?= 60
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize demo-alert demo-fallback drill drill-alerts soak bench peers lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize test-arm demo-alert demo-fallback drill drill-alerts soak bench peers lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -18,6 +18,7 @@ help:
 	@echo "make drill-alerts each alert that ships: a fault, firing, resolved, with times"
 	@echo "make soak       two replicas under load of all kinds, with faults by schedule: SOAK_S=1800"
 	@echo "make test-sanitize   the kernels under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make test-arm   the kernels compiled for ARM, run under qemu: the bits that they give here"
 	@echo "make test-gpu   the checks that need a CUDA device"
 	@echo "make setup      only make $(VENV)"
 
@@ -64,6 +65,10 @@ test-gpu: $(VENV)/.installed-test
 # Builds the kernels with gcc's sanitizers and their own assertions (MG_CHECKED); under 3 minutes on two cores.
 test-sanitize: $(VENV)/.installed-test
 	$(BIN)/python -m tests.support.sanitize
+
+# Cross-compiles the kernels and runs them under an emulator; says which packages are missing. Half a minute.
+test-arm: $(VENV)/.installed-test
+	$(BIN)/python -m tests.support.arm
 
 # Three replicas behind a real haproxy on one Redis: kill, drain, restart Redis, cut one off. DRILL="--json --seconds 10"
 drill: $(VENV)/.installed-test

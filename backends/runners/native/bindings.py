@@ -64,8 +64,14 @@ _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx512": _AVX512,
         "avx2": _AVX2,
     },
+    "aarch64": {
+        "neon_dotprod": ("-march=armv8.2-a+dotprod",),
+        "neon": ("-march=armv8-a",),
+        "generic": ("-march=armv8-a", "-DMG_GENERIC"),
+    },
 }
 _VARIANTS["AMD64"] = _VARIANTS["x86_64"]
+_VARIANTS["arm64"] = _VARIANTS["aarch64"]  # as macOS calls it
 # More flags, for a debugger or a sanitizer: MEDUSA_KERNEL_FLAGS="-g -DMG_CHECKED".
 _FLAGS_VARIABLE = "MEDUSA_KERNEL_FLAGS"
 
@@ -233,9 +239,9 @@ def bind(path: Path, variant: str | None = None) -> Kernels:
     return kernels
 
 
-def variant_flags() -> Mapping[str, Sequence[str]]:
-    """The variants of this architecture, best first, with their compiler flags."""
-    return _VARIANTS.get(platform.machine(), {"generic": ()})
+def variant_flags(machine: str | None = None) -> Mapping[str, Sequence[str]]:
+    """The variants of an architecture, this one's unless it is named, best first, with their compiler flags."""
+    return _VARIANTS.get(machine or platform.machine(), {"generic": ()})
 
 
 def runnable_variants(library: ctypes.CDLL) -> list[str]:

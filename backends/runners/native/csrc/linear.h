@@ -108,7 +108,9 @@ static void NAME(tile_of)(int m_count, int n_count, const T *const *segments, in
         break;
     switch (m_count * 8 + n_count) {
         CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1) CASE(1, 2) CASE(1, 4)
-#if PART_LANES == 16
+#if PART_LANES == 4
+        CASE(2, 2)
+#elif PART_LANES == 16
         CASE(7, 1) CASE(8, 1) CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1)
         CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
         CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)

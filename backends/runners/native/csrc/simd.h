@@ -11,12 +11,23 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__) && !defined(MG_GENERIC)
+#if !defined(__clang__)
+// gcc loads so far ahead in a tile that its sums no longer fit the registers.
+#pragma GCC optimize("no-schedule-insns")
+#endif
+#include <arm_neon.h>
+#define NEON 1
+#else
+#define NEON 0
+#endif
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 typedef uint16_t bf16;
 
-// Floats of a register. HAS_DOT: a dot product of bfloat16 pairs, which adds the second product, then the first.
+// Floats of a register. HAS_DOT: a dot product of bfloat16 pairs, which adds the second product, then the first. (Arm's
+// BFDOT adds the two products to one another before the sum, so it has other bits.)
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define PART_LANES 16
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -60,6 +71,8 @@ INLINE part part_fma(part a, part b, part c) {
     return (part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif PART_LANES == 8
     return (part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif NEON
+    return (part)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     part r;
     for (int i = 0; i < PART_LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
@@ -89,6 +102,8 @@ INLINE int part_i_any(part_i v) {
     return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
 #elif PART_LANES == 8
     return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#elif NEON
+    return vmaxvq_u32((uint32x4_t)v) != 0;
 #else
     int any = 0;
     for (int i = 0; i < PART_LANES; i++) any |= v[i];
@@ -260,6 +275,8 @@ INLINE void bf16_store16(bf16 *p, vf v) {
     const __m256i a = _mm256_srli_epi32((__m256i)rounded.p[0], 16), b = _mm256_srli_epi32((__m256i)rounded.p[1], 16);
     const __m256i h = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
     memcpy(p, &h, 32);
+#elif NEON
+    EACH_PART(i) vst1_u16(p + i * 4, vshrn_n_u32((uint32x4_t)rounded.p[i], 16));
 #else
     uint32_t u[LANES];
     memcpy(u, &rounded, sizeof u);
@@ -280,6 +297,8 @@ INLINE vf bf16_load16(const bf16 *p) {
         memcpy(&h, p + i * 8, 16);
         v.p[i] = (part)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
     }
+#elif NEON
+    EACH_PART(i) v.p[i] = (part)vshll_n_u16(vld1_u16(p + i * 4), 16);
 #else
     float f[LANES];
     for (int i = 0; i < LANES; i++) f[i] = bf16_to_f32(p[i]);
@@ -295,6 +314,8 @@ INLINE vf vf_swap_pairs(vf v) {
         v.p[i] = (part)_mm512_permute_ps((__m512)v.p[i], 0xb1);
 #elif PART_LANES == 8
         v.p[i] = (part)_mm256_permute_ps((__m256)v.p[i], 0xb1);
+#elif NEON
+        v.p[i] = (part)vrev64q_u32((uint32x4_t)v.p[i]);
 #else
         v.p[i] = (part){v.p[i][1], v.p[i][0], v.p[i][3], v.p[i][2]};
 #endif
@@ -370,6 +391,45 @@ INLINE vi int8_columns(int8_sums sums) {
     memcpy(&v, half, sizeof v);
     return v;
 }
+#elif NEON
+// Signed times signed is what all these CPUs have, so 128 is taken from the weights, and comes back with the sum of x.
+typedef struct {
+    int32x4_t p[4], x;
+} int8_sums;
+typedef struct {
+    int8x16_t x;
+    int32x4_t sum;
+} int8_four;
+INLINE int8_sums int8_none(void) {
+    const int32x4_t none = vdupq_n_s32(0);
+    return (int8_sums){{none, none, none, none}, none};
+}
+INLINE int8_four int8_spread(const int8_t *x) {
+    int32_t four;
+    memcpy(&four, x, 4);
+    const int8x16_t spread = vreinterpretq_s8_s32(vdupq_n_s32(four));
+    return (int8_four){spread, vpaddlq_s16(vpaddlq_s8(spread))};
+}
+INLINE int8_sums int8_step(int8_sums sums, const uint8_t *line, int8_four four) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        const int8x16_t w = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(line + i * 16), vdupq_n_u8(0x80)));
+#if defined(__ARM_FEATURE_DOTPROD)
+        sums.p[i] = vdotq_s32(sums.p[i], w, four.x);
+#else
+        // Two products are at most 2 * 128 * 127, which fits 16 bits.
+        const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(four.x)), high = vmull_high_s8(w, four.x);
+        sums.p[i] = vpadalq_s16(sums.p[i], vpaddq_s16(low, high));
+#endif
+    }
+    sums.x = vaddq_s32(sums.x, four.sum);
+    return sums;
+}
+INLINE vi int8_columns(int8_sums sums) {
+    vi v;
+    EACH_PART(i) v.p[i] = (part_i)vaddq_s32(sums.p[i], vshlq_n_s32(sums.x, 7));
+    return v;
+}
 #else
 typedef vi int8_sums;
 typedef const int8_t *int8_four;
@@ -388,9 +448,15 @@ INLINE vi int8_columns(int8_sums sums) { return sums; }
 
 // Sixteen numbers that fit eight bits.
 INLINE void int8_store16(int8_t *p, vi v) {
+#if NEON
+    const int16x8_t low = vmovn_high_s32(vmovn_s32((int32x4_t)v.p[0]), (int32x4_t)v.p[1]);
+    const int16x8_t high = vmovn_high_s32(vmovn_s32((int32x4_t)v.p[2]), (int32x4_t)v.p[3]);
+    vst1q_s8(p, vmovn_high_s16(vmovn_s16(low), high));
+#else
     int32_t s[LANES];
     vi_store(s, v);
     for (int i = 0; i < LANES; i++) p[i] = (int8_t)s[i];
+#endif
 }
 
 // Tiles of the micro-kernel: their sums, a column or two of weights and one operand must fit the registers. TILE_ROWS:
@@ -402,6 +468,7 @@ _Static_assert(4 * QUAD_ROWS + 5 <= 32 && 2 * DOUBLE_ROWS + 3 <= 32, "a tile mus
 enum { TILE_ROWS = 6, DOUBLE_ROWS = 1, QUAD_ROWS = 1, BLOCKED_ROWS = 12 };
 _Static_assert(2 * TILE_ROWS + 3 <= 16 && 8 * QUAD_ROWS + 3 <= 16, "a tile must fit 16 registers");
 #else
-enum { TILE_ROWS = 6, DOUBLE_ROWS = 1, QUAD_ROWS = 1, BLOCKED_ROWS = 12 };
-_Static_assert(4 * TILE_ROWS + 5 <= 32 && 16 * QUAD_ROWS + 5 <= 32, "a tile must fit 32 registers");
+enum { TILE_ROWS = 6, DOUBLE_ROWS = 2, QUAD_ROWS = 1, BLOCKED_ROWS = 12 };
+_Static_assert(4 * TILE_ROWS + 5 <= 32 && 8 * DOUBLE_ROWS + 9 <= 32, "a tile must fit 32 registers");
+_Static_assert(16 * QUAD_ROWS + 5 <= 32, "a tile must fit 32 registers");
 #endif

@@ -54,7 +54,7 @@ static inline void team_pause(void) {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    __asm__ volatile("yield");
+    __asm__ volatile("isb");  // most of these CPUs take yield for nothing
 #endif
 }
 

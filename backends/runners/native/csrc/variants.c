@@ -8,6 +8,21 @@
 //     files knows instructions.
 // All give the same bits: tests/backends/runners/test_variants.py compares every variant that the CPU can run.
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+// As in the kernel's asm/hwcap.h: LSE atomics, which the compiler uses when it knows of them, and dot products.
+static int has_dotprod(void) { return (getauxval(AT_HWCAP) & (1 << 8)) && (getauxval(AT_HWCAP) & (1 << 20)); }
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+static int has_dotprod(void) {
+    int has = 0;
+    __SIZE_TYPE__ size = sizeof has;
+    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, 0, 0) == 0 && has;
+}
+#elif defined(__aarch64__)
+static int has_dotprod(void) { return 0; }
+#endif
+
 // clang-format off
 #if defined(__x86_64__)
 #define HAS(feature) __builtin_cpu_supports(feature)
@@ -15,6 +30,8 @@
     ENTRY("avx512_bf16", HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("avx512vnni") && HAS("avx512bf16")) \
     ENTRY("avx512", HAS("avx512f") && HAS("avx512bw") && HAS("avx512vl") && HAS("fma")) \
     ENTRY("avx2", HAS("avx2") && HAS("fma"))
+#elif defined(__aarch64__)
+#define VARIANTS(ENTRY) ENTRY("neon_dotprod", has_dotprod()) ENTRY("neon", 1) ENTRY("generic", 1)
 #else
 #define VARIANTS(ENTRY) ENTRY("generic", 1)
 #endif
