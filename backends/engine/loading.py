@@ -50,7 +50,7 @@ ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
 
 _KV_BYTES = 2 << 30
-_WITHOUT_KERNELS = "which is slower where the kernels fit the CPU; install a C compiler"
+_WITHOUT_KERNELS = "which is slower where the kernels fit the CPU"
 
 
 @dataclass(frozen=True, slots=True)

@@ -271,7 +271,7 @@ def _compiler() -> str:
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and (found := shutil.which(name)):
             return found
-    raise NativeUnavailable("no C compiler found (looked for $CC, cc, gcc, clang)")
+    raise NativeUnavailable("no C compiler found (looked for $CC, cc, gcc, clang); install one")
 
 
 def flags() -> tuple[str, ...]:
