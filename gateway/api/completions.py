@@ -54,6 +54,7 @@ class ChatCall(Call):
                 message=AssistantMessage(result.text),
                 logprobs=None if self.logprobs is None else chat_logprobs(result.logprobs),
                 finish_reason=result.finish_reason,
+                stop_reason=result.stop_reason,
             )
             for index, result in enumerate(results)
         ]
@@ -98,6 +99,7 @@ class CompletionCall(Call):
                 text=result.text,
                 logprobs=None if self.logprobs is None else CompletionLogprobsWriter().write(result.logprobs),
                 finish_reason=result.finish_reason,
+                stop_reason=result.stop_reason,
             )
             for index, result in enumerate(results)
         ]

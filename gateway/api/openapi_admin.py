@@ -24,7 +24,7 @@ def security_of(path: str, *, keyed: bool) -> list[dict[str, list[str]]]:
     """What a route asks for, by its path: the scopes that its key must have."""
     if not keyed or path in ("/healthz", "/health", "/readyz"):
         return []
-    if path.startswith("/v1/"):
+    if path.startswith("/v1/") or path in ("/tokenize", "/detokenize"):
         return [{SECURITY_SCHEME: ["inference"]}]
     if path in ("/", "/v1", "/schema/openapi.json"):
         return [{SECURITY_SCHEME: []}]

@@ -20,6 +20,7 @@ class ChoiceResult:
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: FinishReasonOut = "stop"
+    stop_reason: str | None = None
     deadline_hit: bool = False
     stats: GenerationStats | None = None
 
@@ -30,6 +31,7 @@ class ChoiceResult:
             # OpenAI has no word for a deadline. The text is cut as by a limit, and the decoding report says by which.
             self.deadline_hit = chunk.finish_reason == "deadline"
             self.finish_reason = "stop" if chunk.finish_reason == "stop" else "length"
+            self.stop_reason = chunk.stop_match if isinstance(chunk.stop_match, str) else None
             self.stats = chunk.stats
 
     def keep(self, chunk: TokenChunk) -> None:

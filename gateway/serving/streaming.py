@@ -26,7 +26,7 @@ class ChoiceWriter(Protocol):
 
     def delta(self, chunk: TokenChunk) -> bytes: ...
 
-    def finish(self, finish_reason: str) -> bytes: ...
+    def finish(self, result: ChoiceResult) -> bytes: ...
 
 
 class ChatChoiceWriter:
@@ -39,8 +39,8 @@ class ChatChoiceWriter:
         logprobs = _encode(chat_logprobs(chunk.logprobs)) if chunk.logprobs else b"null"
         return b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
 
-    def finish(self, finish_reason: str) -> bytes:
-        return b'"delta":{},"logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+    def finish(self, result: ChoiceResult) -> bytes:
+        return b'"delta":{},"logprobs":null,%b' % _ending(result)
 
 
 class CompletionChoiceWriter:
@@ -56,8 +56,12 @@ class CompletionChoiceWriter:
         logprobs = _encode(self._logprobs.write(chunk.logprobs)) if chunk.logprobs else b"null"
         return b'"text":%b,"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
 
-    def finish(self, finish_reason: str) -> bytes:
-        return b'"text":"","logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+    def finish(self, result: ChoiceResult) -> bytes:
+        return b'"text":"","logprobs":null,%b' % _ending(result)
+
+
+def _ending(result: ChoiceResult) -> bytes:
+    return b'"finish_reason":%b,"stop_reason":%b' % (_encode(result.finish_reason), _encode(result.stop_reason))
 
 
 class StreamWriter:
@@ -103,7 +107,7 @@ class StreamWriter:
         if chunk.text or chunk.logprobs:
             out += head + writer.delta(chunk) + closing
         if chunk.finish_reason is not None:
-            finish = head + writer.finish(self._results[index].finish_reason)
+            finish = head + writer.finish(self._results[index])
             if not last or self._include_usage:
                 out += finish + closing
             else:

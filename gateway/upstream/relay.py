@@ -117,12 +117,10 @@ class RelayWriter:
             inside = b'"delta":%b' % (bytes(choice.delta) if choice.delta != NULL else b"{}")
         else:
             inside = b'"text":%b' % _encode(choice.text or "")
-        return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
-            choice.index,
-            inside,
-            bytes(choice.logprobs),
-            _encode(choice.finish_reason),
-        )
+        ending = b'"finish_reason":%b' % _encode(choice.finish_reason)
+        if choice.finish_reason is not None:
+            ending += b',"stop_reason":%b' % _encode(_stop_string(choice))
+        return b'{"index":%d,%b,"logprobs":%b,%b}' % (choice.index, inside, bytes(choice.logprobs), ending)
 
 
 async def relayed_events(
@@ -155,6 +153,7 @@ class GatheredChoice:
     fields: dict[str, Any] = field(default_factory=dict)
     logprobs: dict[str, Any] | None = None
     finish_reason: str = "length"
+    stop_reason: str | None = None
     text: list[str] = field(default_factory=list)
 
 
@@ -172,6 +171,7 @@ class Gathered:
             choice = self.choices[part.index]
             choice.text.append(part.text or "")
             choice.finish_reason = part.finish_reason or choice.finish_reason
+            choice.stop_reason = _stop_string(part) or choice.stop_reason
             if part.delta != NULL:
                 _merge(choice.fields, _object(part.delta))
             if part.logprobs != NULL:
@@ -189,7 +189,8 @@ class Gathered:
             message = {"role": "assistant", "content": "", "refusal": None, **_joined(choice.fields)}
             answer = {"message": message} if chat else {"text": "".join(choice.text)}
             logprobs = None if choice.logprobs is None else _joined(choice.logprobs)
-            choices.append({"index": index, **answer, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+            ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            choices.append({"index": index, **answer, "logprobs": logprobs, **ending})
         return _encode(
             {
                 "id": identity.id,
@@ -201,6 +202,11 @@ class Gathered:
                 "decoding": report,
             }
         )
+
+
+def _stop_string(choice: ChoiceChunk) -> str | None:
+    """vLLM names tokens that end an answer too, by their ids."""
+    return choice.stop_reason if isinstance(choice.stop_reason, str) else None
 
 
 def _object(raw: msgspec.Raw) -> dict[str, Any]:

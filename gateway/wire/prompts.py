@@ -52,11 +52,11 @@ def split_prompts(body: CompletionRequest) -> list[Prompt]:
     return [_not_empty(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
 
 
-def refuse_unknown_ids(prompts: list[Prompt], vocab_size: int) -> None:
+def refuse_unknown_ids(prompts: list[Prompt], vocab_size: int, field: str = "prompt") -> None:
     """Raises :class:`InvalidRequest` for a token id that the model doesn't know."""
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, list) and max(prompt) >= vocab_size:
-            param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            param = field if len(prompts) == 1 else f"{field}[{i}]"
             raise InvalidRequest(
                 f"'{param}' has token id {max(prompt)}, but the vocabulary ends at {vocab_size - 1}.", param=param
             )

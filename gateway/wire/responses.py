@@ -88,10 +88,13 @@ class AssistantMessage(Struct):
 
 
 class ChatChoice(Struct):
+    """``stop_reason``, an extension that vLLM has too: the stop string that ended the answer."""
+
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonOut
+    stop_reason: str | None = None
 
 
 class ChatCompletion(Struct):
@@ -109,6 +112,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonOut
+    stop_reason: str | None = None
 
 
 class Completion(Struct):
