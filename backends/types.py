@@ -17,6 +17,8 @@ START_LOG = "backends.start"
 """The logger of what takes its time at a start, at INFO: shown on the console unless only errors are asked for."""
 ENGINE_FAILED = "the engine failed on this request; its log says why"
 NOT_FINITE = "the model's logits are not finite"
+GRAMMAR_LIMIT = "the grammar asks for more work than one answer is allowed; make it simpler"
+GRAMMAR_STUCK = "nothing that the model could say next fits the grammar"
 """What a client is told of a failure (:attr:`TokenChunk.error`)."""
 
 
@@ -75,12 +77,44 @@ class DecodingPlan:
     adapted_from: str = ""
 
 
+class TokenGrammar(Protocol):
+    """Which tokens may come next in one answer: the state of that answer alone, moved on by its accepted tokens.
+
+    Not thread-safe, and never shared by two answers. Nothing here raises: what goes wrong is told by ``error``.
+    """
+
+    @property
+    def error(self) -> str | None:
+        """Why the answer can't go on, for the client; None while it can. For ever, once set."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is said: nothing but the end may follow. False after an error."""
+        ...
+
+    @property
+    def is_document(self) -> bool:
+        """Whether stop strings inside the text are data, and must not cut it."""
+        ...
+
+    def mask(self, row: Any) -> None:
+        """Set the logits ``row`` [V] (a float32 numpy array, changed in place) of every token that may not come next
+        to minus infinity; of all tokens after an error."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """The token was accepted."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to decode. ``deadline_s``: seconds from submission after which it ends with reason "deadline".
 
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
     ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
+    ``grammar``: what the answer must follow, opened for this request alone.
     """
 
     request_id: str
@@ -90,6 +124,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     stats_key: str = ""
     continues: bool = False
+    grammar: TokenGrammar | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +157,8 @@ class DecodeCounters:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a token under softmax of the model's raw logits (before penalties and temperature)."""
+    """Natural-log probability of a token under softmax of the model's raw logits: before penalties, grammar and
+    temperature."""
 
     token_id: int
     token: str

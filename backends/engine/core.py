@@ -191,8 +191,11 @@ class EngineCore:
             if sequence.accept(token, logits, item.first_row + row):
                 return
         if num_sound < len(result.tokens):
-            log.error("request %s ends: the model's logits are not finite", sequence.id)
+            grammar = sequence.request.grammar
             sequence.finish_reason, sequence.error = "error", NOT_FINITE
+            if grammar is not None and grammar.error is not None:
+                sequence.error = grammar.error
+            log.error("request %s ends: %s", sequence.id, sequence.error)
 
     def _commit(self, outcomes: list[Outcome]) -> None:
         """Move the accepted candidates' keys and values from scratch into their sequences' pages."""

@@ -22,6 +22,7 @@ from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
 from backends.engine.thread import Engine
+from backends.grammar.compiler import GrammarCompiler
 from backends.models.demo import DEMO_MODEL_NAME, prepare_demo_model
 from backends.models.hub import settle_for_the_cache
 from backends.models.tiny import TINY_MODEL_NAME, tiny_heads, tiny_model, tiny_tokenizer
@@ -77,6 +78,7 @@ class EngineOptions:
 class OpenedEngine:
     decoder: Engine
     tokenizer: HfTokenizer
+    grammars: GrammarCompiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class LoadedCore:
     core: EngineCore
     tokenizer: HfTokenizer
     info: ModelInfo
+    grammars: GrammarCompiler
     keeping: CostKeeping | None = None
 
 
@@ -102,7 +105,7 @@ def open_engine(options: EngineOptions, cost_stores: Sequence[CostStore] = ()) -
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
         torch.set_num_threads(1)
-    return OpenedEngine(Engine(loaded.core, loaded.info, keeping=loaded.keeping), loaded.tokenizer)
+    return OpenedEngine(Engine(loaded.core, loaded.info, keeping=loaded.keeping), loaded.tokenizer, loaded.grammars)
 
 
 def load_core(options: EngineOptions, observer: Observer | None = None) -> LoadedCore:
@@ -241,7 +244,8 @@ def build_core(
         gate,
         calibration or Calibration(start=factors),
     )
-    return LoadedCore(core, tokenizer, info, keeping)
+    grammars = GrammarCompiler(tokenizer.to_json, runner.vocab_size, engine_config.eos_token_ids)
+    return LoadedCore(core, tokenizer, info, grammars, keeping)
 
 
 @contextlib.contextmanager

@@ -67,16 +67,19 @@ class Sequence:
         self.detokenizer = (
             self.tokenizer.detokenizer_after(self.tokens) if self.request.continues else self.tokenizer.detokenizer()
         )
-        self.text = TextStream(sampling.stop, self.detokenizer.push, self.detokenizer.flush)
+        in_document = self.request.grammar is not None and self.request.grammar.is_document
+        stops = () if in_document else sampling.stop
+        self.text = TextStream(stops, self.detokenizer.push, self.detokenizer.flush)
         self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
         plan = self.request.plan
         if plan.method == "medusa" and plan.lookup and plan.tree is None:
             self.lookup = Lookup(self.tokens)
-        if LogitProcessor.wanted(sampling):
+        if LogitProcessor.wanted(sampling) or self.request.grammar is not None:
             self.processor = LogitProcessor(
                 sampling,
                 prompt_ids=np.unique(np.array(self.request.prompt_token_ids, np.int64)),
                 ending_ids=np.array(sorted(self._ending_ids), np.int64),
+                grammar=self.request.grammar,
             )
 
     @property
@@ -112,7 +115,7 @@ class Sequence:
         self.tokens.append(token)
         self._unsent.append(token)
         if self.processor is not None:
-            self.processor.counts[token] += 1
+            self.processor.accept(token)
         may_stop = self.num_generated > sampling.min_tokens
         if may_stop and token in self._ending_ids:
             self.finish_reason, self.stop_match = "stop", token
@@ -125,6 +128,9 @@ class Sequence:
             self.text.add_logprobs(start, entry)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
+        elif self.request.grammar is not None and self.request.grammar.complete:
+            # What would follow is the token that ends an answer, which is no part of it.
+            self.finish_reason = "stop"
         elif self.num_generated >= sampling.max_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None

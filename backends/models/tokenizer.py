@@ -57,6 +57,10 @@ class HfTokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    def to_json(self) -> str:
+        """Its ``tokenizer.json``."""
+        return self._fast.to_str()
+
     def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
         """Token ids of a raw prompt, with the special tokens that the model wants at its start.
 

@@ -22,9 +22,11 @@ from backends.engine.loading import LoadedCore
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.base import HeadsRunner, ProposalRequest, Proposals
 from backends.tree import CandidateTree, best_first_paths
-from backends.types import DecodingPlan, GenerationRequest, SamplingParams
+from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenGrammar
 
 Progress = Callable[[int, int], object]
+OpenGrammar = Callable[[int], TokenGrammar | None]
+"""A new grammar, not yet moved on, for the request of a number: equal ones for equal numbers. None: without one."""
 
 
 @dataclass(slots=True)
@@ -37,6 +39,9 @@ class LosslessReport:
     logit_mismatches: int = 0
     text_mismatches: int = 0
     accepted: int = 0
+    # Answers that ended by themselves, and what is wrong with those that break their grammar.
+    whole: int = 0
+    invalid: list[str] = field(default_factory=list)
 
     def add(self, other: LosslessReport) -> None:
         self.prompts += other.prompts
@@ -45,10 +50,12 @@ class LosslessReport:
         self.logit_mismatches += other.logit_mismatches
         self.text_mismatches += other.text_mismatches
         self.accepted += other.accepted
+        self.whole += other.whole
+        self.invalid += other.invalid
 
     @property
     def lossless(self) -> bool:
-        return not (self.token_mismatches or self.logit_mismatches or self.text_mismatches)
+        return not (self.token_mismatches or self.logit_mismatches or self.text_mismatches or self.invalid)
 
 
 @dataclass(slots=True)
@@ -56,6 +63,7 @@ class _Trace:
     tokens: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
 
     def note(self, token: int, row: torch.Tensor) -> None:
         self.tokens.append(token)
@@ -120,16 +128,27 @@ def verify_lossless(
     seed: int,
     max_tokens: int,
     progress: Progress = lambda done, total: None,
+    open_grammar: OpenGrammar = lambda number: None,
+    judge: Callable[[int, str, bool], str | None] = lambda number, text, whole: None,
 ) -> LosslessReport:
     """Compare vanilla decoding of each prompt alone with speculative decoding of all in random company.
 
-    ``loaded`` lends its runner, heads and configuration. Prompts must differ from one another.
+    ``loaded`` lends its runner, heads and configuration. Prompts must differ from one another. ``open_grammar``: what
+    each answer must follow. ``judge`` is shown each answer by its number, and whether it ended by itself, and says what
+    is wrong with it, if anything.
     """
     rng = random.Random(seed)
     requests = [_request(i, prompt, rng, max_tokens) for i, prompt in enumerate(prompts)]
+    numbers = {request.request_id: i for i, request in enumerate(requests)}
+
+    def planned(request: GenerationRequest, plan: DecodingPlan) -> GenerationRequest:
+        grammar = open_grammar(numbers[request.request_id])
+        sampling = request.sampling if grammar is None else replace(request.sampling, ignore_eos=False)
+        return replace(request, plan=plan, grammar=grammar, sampling=sampling)
+
     references = _decode(
         loaded,
-        [replace(request, plan=DecodingPlan(method="vanilla", num_heads=0)) for request in requests],
+        [planned(request, DecodingPlan(method="vanilla", num_heads=0)) for request in requests],
         None,
         replace(loaded.core.config, max_running=1),
         rng,
@@ -151,7 +170,7 @@ def verify_lossless(
         config = replace(loaded.core.config, max_running=rng.randint(1, 16), prefill_rows=rng.randint(3, 64))
         found = _decode(
             loaded,
-            [replace(request, plan=_random_plan(rng, planted.num_heads)) for request in group],
+            [planned(request, _random_plan(rng, planted.num_heads)) for request in group],
             planted,
             config,
             rng,
@@ -159,7 +178,12 @@ def verify_lossless(
             report,
         )
         for request in group:
-            _compare(references[request.request_id], found[request.request_id], loaded.tokenizer, report)
+            trace = found[request.request_id]
+            _compare(references[request.request_id], trace, loaded.tokenizer, report)
+            whole = trace.finish_reason == "stop"
+            report.whole += whole
+            if wrong := judge(numbers[request.request_id], "".join(trace.pieces), whole):
+                report.invalid.append(wrong)
         done += len(group)
     return report
 
@@ -193,6 +217,7 @@ def _decode(
                 raise RuntimeError(chunk.error)
             traces[name].pieces.append(chunk.text)
             if chunk.stats is not None:
+                traces[name].finish_reason = chunk.finish_reason
                 finished += 1
                 progress(finished)
                 if report is not None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from backends.sampling.rows import RowSampler, RowSampling
 from backends.sampling.splitmix import splitmix64
-from backends.types import SamplingParams
+from backends.types import SamplingParams, TokenGrammar
 
 _HIGHEST = np.finfo(np.float32).max
 
@@ -27,19 +27,28 @@ def keyed_uniform(seed: int, position: int) -> float:
 
 @dataclass(slots=True)
 class LogitProcessor:
-    """Penalties, biases and bans of one sequence, applied to the logits of one row.
+    """Penalties, biases, bans and the grammar of one sequence, applied to the logits of one row.
 
     Order: ``logit_bias``, repetition penalty (Keskar et al., 2019, over prompt and answer), then frequency and presence
-    penalties (OpenAI's definition, over the answer), then the ban on ending before ``min_tokens``.
+    penalties (OpenAI's definition, over the answer), then the ban on ending before ``min_tokens``, then the grammar's
+    mask. A grammar that is complete ends the answer before ``min_tokens``: nothing else may follow.
+
+    The grammar's state is moved on along a step's path as its rows are visited, in the order in which vanilla decoding
+    would ask it, so that its limits are met at the same token.
     """
 
     params: SamplingParams
     prompt_ids: NDArray[np.int64]
     ending_ids: NDArray[np.int64]
+    grammar: TokenGrammar | None = None
     counts: Counter[int] = field(default_factory=Counter)
     _bias: tuple[NDArray[np.int64], NDArray[np.float32]] = field(init=False)
+    _has_penalties: bool = field(init=False)
+    _told: int = 0
+    """Tokens of this step that the grammar has been told, but :meth:`accept` has not."""
 
     def __post_init__(self) -> None:
+        self._has_penalties = self.wanted(self.params)
         bias = self.params.logit_bias
         self._bias = (np.fromiter(bias.keys(), np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias)))
 
@@ -55,6 +64,24 @@ class LogitProcessor:
 
     def apply(self, row: NDArray[np.float32], ahead: SequenceOf[int]) -> None:
         """Change ``row`` [V] in place. ``ahead``: tokens accepted in this step, before this row's."""
+        if self._has_penalties:
+            self._apply_penalties(row, ahead)
+        if self.grammar is not None:
+            for token in ahead[self._told :]:
+                self.grammar.advance(token)
+                self._told += 1
+            self.grammar.mask(row)
+
+    def accept(self, token: int) -> None:
+        """``token`` is now part of the answer; call it for each, in their order."""
+        self.counts[token] += 1
+        if self.grammar is not None:
+            if self._told:
+                self._told -= 1
+            else:
+                self.grammar.advance(token)
+
+    def _apply_penalties(self, row: NDArray[np.float32], ahead: SequenceOf[int]) -> None:
         params = self.params
         ids, values = self._bias
         row[ids] += values

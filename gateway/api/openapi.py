@@ -58,7 +58,8 @@ def openapi_document(models: Sequence[str], *, keyed: bool = False) -> dict[str,
     if models:
         for body in _BODIES:
             schemas[body.__name__]["properties"]["model"] = {"type": "string", "enum": list(models)}
-    for name in [*(body.__name__ for body in _BODIES), "StreamOptions", "DecodingOptions"]:
+    inner = ("StreamOptions", "DecodingOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs")
+    for name in [*(body.__name__ for body in _BODIES), *inner]:
         schemas[name]["additionalProperties"] = {"type": "null", "description": "null always means left out."}
     for name in ("ChatMessage", "TextPart"):
         # An assistant's has whatever its server added; that it is an assistant's takes too many words of schema.

@@ -222,7 +222,7 @@ def _open_one(args: argparse.Namespace) -> Backends:
     )
     decoder = opened.decoder
     places = Places((args.max_running or decoder.load().max_running) + args.max_queue)
-    engine = EngineBackend(decoder.info.name, ServedModel(decoder, opened.tokenizer), places)
+    engine = EngineBackend(decoder.info.name, ServedModel(decoder, opened.tokenizer, opened.grammars), places)
     return Backends([engine], frozenset([engine.model]))
 
 

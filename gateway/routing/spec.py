@@ -12,10 +12,13 @@ FORMAT_VERSION = 1
 Dialect = Literal["openai", "vllm", "medusa-gateway"]
 
 SAMPLING_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+VLLM_FORMATS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+OTHER_FORMATS = ("regex", "ebnf", "json_schema", "grammar")
+"""Fields beyond OpenAI's that say what an answer must look like: vLLM's, and those of SGLang and llama.cpp."""
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "openai": (),
-    "vllm": SAMPLING_EXTENSIONS,
-    "medusa-gateway": (*SAMPLING_EXTENSIONS, "decoding"),
+    "vllm": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS),
+    "medusa-gateway": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "decoding"),
 }
 """The fields beyond OpenAI's that an upstream of each dialect honours."""
 

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from backends.types import DecodingPlan, ModelInfo, SamplingParams
+from backends.grammar.spec import GrammarSpec
+from backends.types import DecodingPlan, ModelInfo, SamplingParams, TokenGrammar
 from gateway.admission import Places, Ticket
 from gateway.routing.choice import Candidate
 from gateway.serving.call import Call
@@ -21,10 +22,12 @@ from telemetry.service import Telemetry
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What the body says of sampling, checked. ``max_tokens``: the limit that the client named, by the name it used."""
+    """What the body says of sampling, checked. ``max_tokens``: the limit that the client named, by the name it used.
+    ``format``: what the answer must look like; None: free text."""
 
     sampling: SamplingParams
     max_tokens: tuple[str, int] | None
+    format: GrammarSpec | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -36,7 +39,7 @@ class Prompts:
     """What the prompts of a call come to, in tokens: counted by an engine, estimated for an upstream.
 
     ``answer``: the most that may be generated, over all sequences. ``token_ids`` and ``budgets`` (the most tokens of
-    an answer) are of each prompt, and empty for an upstream.
+    an answer) are of each prompt, and empty for an upstream. ``grammars``: one for each sequence; none for free text.
     """
 
     total: int
@@ -44,6 +47,7 @@ class Prompts:
     answer: int
     token_ids: Sequence[tuple[int, ...]] = ()
     budgets: Sequence[int] = ()
+    grammars: Sequence[TokenGrammar] = ()
 
 
 @dataclass(frozen=True, slots=True)

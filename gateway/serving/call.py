@@ -5,20 +5,30 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-from backends.types import ChatTokenizer, Decoder, DecodingPlan
+from backends.grammar.spec import GrammarSpec
+from backends.types import ChatTokenizer, Decoder, DecodingPlan, TokenGrammar
 from gateway.serving.results import ChoiceResult
 from gateway.serving.streaming import ChoiceWriter
 from gateway.wire.requests import GenerationFields
 
 
+class Grammars(Protocol):
+    """See :class:`backends.grammar.compiler.GrammarCompiler`."""
+
+    def open(self, spec: GrammarSpec) -> TokenGrammar:
+        """Raises :class:`GrammarRefused`. Takes milliseconds."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """An engine and the tokenizer of its model."""
+    """An engine, the tokenizer of its model, and what opens grammars for its tokens; None: free text is all it can."""
 
     decoder: Decoder
     tokenizer: ChatTokenizer
+    grammars: Grammars | None = None
 
 
 @dataclass(frozen=True, slots=True)

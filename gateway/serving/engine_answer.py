@@ -12,6 +12,7 @@ from gateway.request_record import noting_failure
 from gateway.serving.backend import Parameters, Prepared, Prompts
 from gateway.serving.call import Answer, Call, ServedModel
 from gateway.serving.generation import Generation
+from gateway.serving.grammars import open_grammars
 from gateway.serving.planning import arm_of, plan_for
 from gateway.serving.results import ChoiceResult, collect, decoding_report, note_results
 from gateway.serving.streaming import StreamWriter, events
@@ -29,7 +30,7 @@ _Chunks = AsyncGenerator[tuple[int, TokenChunk], None]
 
 
 async def measure(call: Call, served: ServedModel, parameters: Parameters, settings: GatewaySettings) -> Prompts:
-    """Tokenise, and see that every prompt leaves room for its answer."""
+    """Tokenise, see that every prompt leaves room for its answer, and open what the answers must look like."""
     token_ids = await call.encode(served, settings.inline_tokenize_chars)
     lengths = [len(ids) for ids in token_ids]
     budgets = [
@@ -43,7 +44,8 @@ async def measure(call: Call, served: ServedModel, parameters: Parameters, setti
         )
         for length in lengths
     ]
-    return Prompts(sum(lengths), max(lengths), sum(budgets) * (call.body.n or 1), token_ids, budgets)
+    grammars = await open_grammars(served, parameters.format, call.sequences)
+    return Prompts(sum(lengths), max(lengths), sum(budgets) * (call.body.n or 1), token_ids, budgets, grammars)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class EnginePlan:
                 deadline_s=prepared.deadline_s,
                 stats_key=self.stats_key,
                 continues=call.continues,
+                grammar=prompts.grammars[index] if prompts.grammars else None,
             )
             for index, seed in enumerate(seeds)
         ]

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 from backends.types import (
     ENGINE_FAILED,
+    GRAMMAR_LIMIT,
+    GRAMMAR_STUCK,
     NOT_FINITE,
     Decoder,
     EngineStopped,
@@ -17,7 +19,7 @@ from backends.types import (
     TokenChunk,
 )
 from gateway.admission import Ticket
-from gateway.wire.errors import APIError, ClientDisconnected, EngineFailure, Unavailable, shutting_down
+from gateway.wire.errors import APIError, ClientDisconnected, EngineFailure, InvalidRequest, Unavailable, shutting_down
 
 logger = logging.getLogger("gateway")
 
@@ -95,6 +97,8 @@ class Generation:
             return
         if reason == "error":
             logger.error("request %s: the engine failed on %s", self._client_id, self._requests[index].request_id)
+            if chunk.error in (GRAMMAR_LIMIT, GRAMMAR_STUCK):
+                raise InvalidRequest(f"No answer: {chunk.error}.", code="grammar_failed")
             # One of two constants, whatever the engine says: no exception's words reach a client.
             raise EngineFailure(f"No answer: {NOT_FINITE if chunk.error == NOT_FINITE else ENGINE_FAILED}.")
         if reason == "abort":

@@ -11,7 +11,7 @@ from backends.types import ChatTokenizer, Decoder
 from gateway.admission import Places
 from gateway.routing.spec import BackendsSpec, EngineSpec
 from gateway.serving.backend import Backend
-from gateway.serving.call import ServedModel
+from gateway.serving.call import Grammars, ServedModel
 from gateway.serving.targets import Backends, EngineBackend, UpstreamTarget
 
 
@@ -21,6 +21,9 @@ class Opened(Protocol):
 
     @property
     def tokenizer(self) -> ChatTokenizer: ...
+
+    @property
+    def grammars(self) -> Grammars | None: ...
 
 
 def unknown_classes(spec: BackendsSpec, known: Iterable[str]) -> list[str]:
@@ -55,9 +58,8 @@ def open_backends(spec: BackendsSpec, max_queue: int, open_engine: Callable[[Eng
         for each in with_threads(spec.engines, usable_cores()):
             engine = open_engine(each)
             places = Places(engine.decoder.load().max_running + max_queue)
-            engines.append(
-                EngineBackend(each.name, ServedModel(engine.decoder, engine.tokenizer), places, each.placement)
-            )
+            served = ServedModel(engine.decoder, engine.tokenizer, engine.grammars)
+            engines.append(EngineBackend(each.name, served, places, each.placement))
             opened[each.name] = engines[-1]
     except BaseException:
         for engine in engines:

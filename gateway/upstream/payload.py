@@ -6,14 +6,16 @@ from typing import Any
 
 import msgspec
 
-from gateway.routing.spec import EXTENSIONS, SAMPLING_EXTENSIONS, Dialect
+from gateway.routing.spec import EXTENSIONS, OTHER_FORMATS, SAMPLING_EXTENSIONS, VLLM_FORMATS, Dialect
 from gateway.wire.requests import ChatCompletionRequest, DecodingOptions, GenerationFields
+from gateway.wire.structured import ResponseFormat
 
 _STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
 _CHAT = ("max_completion_tokens", "logprobs", "top_logprobs")
 _COMPLETION = ("logprobs",)
 # What each extension asks for when it asks for nothing: not worth refusing a request over.
 _NEUTRAL: dict[str, Any] = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False}
+_NEUTRAL |= {"grammar": ""}
 
 CHARS_PER_TOKEN = 4
 """Of common tokenizers on English text; an upstream's own is not known here."""
@@ -23,6 +25,8 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
     """Names of the fields of ``body`` that an upstream of ``dialect`` does not honour."""
     allowed = EXTENSIONS[dialect]
     lacking = [name for name in _extensions(body) if name not in allowed]
+    if dialect == "openai" and not isinstance(body, ChatCompletionRequest) and _wants_format(body):
+        lacking.append("response_format")
     if "decoding" not in allowed:
         lacking += [f"decoding.{name}" for name in decoding_wishes(body.decoding)]
     return tuple(lacking)
@@ -51,12 +55,17 @@ def payload(
     sent["messages" if chat else "prompt"] = prompt
     if temperature is not None:
         sent["temperature"] = temperature
-    for name in (*_STANDARD, *(_CHAT if chat else _COMPLETION), *_extensions(body)):
+    asked = [name for name in _extensions(body) if name != "structured_outputs"]
+    for name in (*_STANDARD, *(_CHAT if chat else _COMPLETION), *asked):
         if (value := getattr(body, name)) is not None:
             sent[name] = value
+    if body.response_format is not None and _wants_format(body):
+        sent["response_format"] = _response_format(body.response_format)
+    if body.structured_outputs is not None:
+        sent["structured_outputs"] = _without_nulls(body.structured_outputs)
     if "decoding" in EXTENSIONS[dialect] and (wishes := decoding_wishes(body.decoding)):
-        asked = msgspec.to_builtins(body.decoding)
-        sent["decoding"] = {name: asked[name] for name in wishes}
+        options = msgspec.to_builtins(body.decoding)
+        sent["decoding"] = {name: options[name] for name in wishes}
     return ("/chat/completions" if chat else "/completions"), sent
 
 
@@ -66,4 +75,23 @@ def tokens_of(characters: int) -> int:
 
 
 def _extensions(body: GenerationFields) -> list[str]:
-    return [name for name in SAMPLING_EXTENSIONS if getattr(body, name) not in (None, [], _NEUTRAL.get(name))]
+    names = (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS)
+    return [name for name in names if getattr(body, name) not in (None, [], _NEUTRAL.get(name))]
+
+
+def _wants_format(body: GenerationFields) -> bool:
+    return body.response_format is not None and body.response_format.type != "text"
+
+
+def _response_format(asked: ResponseFormat) -> dict[str, Any]:
+    """As OpenAI knows it, whichever server's form the client has used."""
+    if asked.schema is not None:
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked.schema}}
+    sent = _without_nulls(asked)
+    if asked.json_schema is not None:
+        sent["json_schema"] = _without_nulls(asked.json_schema)
+    return sent
+
+
+def _without_nulls(value: msgspec.Struct) -> dict[str, Any]:
+    return {name: each for name, each in msgspec.structs.asdict(value).items() if each is not None}

@@ -14,7 +14,7 @@ import msgspec
 
 from gateway.wire.no_op import RequestStruct, no_op, no_op_fields
 
-_FREE_FORM = "answers are free text here; leave it out"
+_THE_FORM = "use response_format"
 _THE_TEMPLATE = "the model's own chat template is used as it is; leave it out"
 _ALL_IS_SHOWN = "an answer has only what docs/api.md lists; leave it out"
 _NO_SUCH_SAMPLER = "leave it out, or use temperature, top_p, top_k, min_p and the penalties"
@@ -98,19 +98,10 @@ class OtherServersFields(RequestStruct, kw_only=True):
     ] = None
     num_ctx: Annotated[Any, no_op(instead="the operator sets the context (serve --max-model-len)")] = None
     # The form of the answer.
-    guided_json: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    guided_regex: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    guided_choice: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    guided_grammar: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    guided_decoding_backend: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    guided_whitespace_pattern: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    structured_outputs: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    regex: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    ebnf: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    json_schema: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    response_schema: Annotated[Any, no_op(instead=_FREE_FORM)] = None
-    grammar: Annotated[Any, no_op("", why="none", instead=_FREE_FORM)] = None
-    format: Annotated[Any, no_op("", why="none", instead=_FREE_FORM)] = None
+    guided_decoding_backend: Annotated[Any, no_op("auto", "guidance", why="what is used")] = None
+    guided_whitespace_pattern: Annotated[Any, no_op()] = None
+    response_schema: Annotated[Any, no_op(instead=_THE_FORM)] = None
+    format: Annotated[Any, no_op("", why="none", instead=_THE_FORM)] = None
     # What is shown.
     skip_special_tokens: Annotated[Any, no_op(True, why="special tokens are never shown")] = None
     spaces_between_special_tokens: Annotated[Any, no_op(True, why="special tokens are never shown")] = None

@@ -14,7 +14,7 @@ from msgspec import Meta, field
 
 from backends.tree import MAX_DEPTH, MAX_NODES
 from gateway.wire.no_op import RequestStruct, no_op
-from gateway.wire.other_servers import OtherServersFields
+from gateway.wire.structured import StructuredFields
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
@@ -132,7 +132,7 @@ THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of parts of an assistant's content that are left out, as ``reasoning_content`` is."""
 
 
-class GenerationFields(OtherServersFields, kw_only=True):
+class GenerationFields(StructuredFields, kw_only=True):
     """What both completion endpoints take."""
 
     model: ModelName
@@ -179,7 +179,6 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     parallel_tool_calls: Annotated[Any, no_op(True)] = None
     functions: Annotated[Any, no_op([])] = None
     function_call: Annotated[Any, no_op("none", "auto", why="there are no tools")] = None
-    response_format: Annotated[Any, no_op({"type": "text"})] = None
     modalities: Annotated[Any, no_op(["text"])] = None
     audio: Annotated[Any, no_op()] = None
     prediction: Annotated[Any, no_op()] = None

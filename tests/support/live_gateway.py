@@ -20,6 +20,7 @@ from gateway.serving.state import GatewayState
 from gateway.serving.targets import Backends
 from gateway.settings import GatewaySettings
 from tests.support.fakes import PATIENCE_S, FakeDecoder, FakeTokenizer
+from tests.support.grammars import tiny_grammars
 
 T = TypeVar("T")
 MODEL = "fake-model"
@@ -78,7 +79,9 @@ def running_gateway(
     """Serve until the block ends; then a drain must leave no sequence behind. ``backends``: instead of ``decoder``."""
     decoder = decoder or FakeDecoder()
     tokenizer = FakeTokenizer()
-    state = GatewayState.create(backends or {decoder.info.name: ServedModel(decoder, tokenizer)}, settings)
+    state = GatewayState.create(
+        backends or {decoder.info.name: ServedModel(decoder, tokenizer, tiny_grammars())}, settings
+    )
     if state_fields:
         state = replace(state, **state_fields)
     ready = threading.Event()

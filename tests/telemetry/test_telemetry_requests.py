@@ -257,7 +257,7 @@ def test_a_request_is_one_line_with_its_trace_and_without_its_text(observed: Obs
 
 @pytest.mark.parametrize(
     ("field", "told"),
-    [("guided_json", "guided_json"), ("colour", "colour"), ("a\nline", "?"), ("Tell me", "?"), ("x" * 500, "?")],
+    [("truncate", "truncate"), ("colour", "colour"), ("a\nline", "?"), ("Tell me", "?"), ("x" * 500, "?")],
 )
 def test_the_line_of_a_refused_request_names_the_field(
     observed: Observed, log: io.StringIO, field: str, told: str
@@ -265,7 +265,7 @@ def test_the_line_of_a_refused_request_names_the_field(
     observed.live.http.post("/v1/chat/completions", json={"model": MODEL, "messages": HELLO, field: {}})
     observed.live.wait_idle()
     (line,) = lines(log, REQUEST_LOG)
-    code = "unsupported_parameter" if field == "guided_json" else "unknown_parameter"
+    code = "unsupported_parameter" if field == "truncate" else "unknown_parameter"
     assert f" 400 {code} ({told}): " in line["message"]
 
 

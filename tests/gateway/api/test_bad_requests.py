@@ -42,6 +42,39 @@ def text(name: str, change: dict[str, Any] | bytes, says: str, param: str | None
     return Row(name, TEXT, change, says, param, 400, code)
 
 
+def schema(
+    name: str,
+    asked: Any,
+    says: str,
+    below: str,
+    code: str = "invalid_value",
+) -> Row:
+    """``below``: what follows the schema's own path in the field that is named."""
+    json_schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": asked, "strict": True}}
+    return chat(name, {"response_format": json_schema}, says, f"response_format.json_schema.schema{below}", code)
+
+
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+LENIENT = 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'
+TWO_SCHEMAS = {"type": "json_schema", "schema": {}, "json_schema": {"name": "a", "schema": {}}}
+
+
+def nested(schema: dict[str, Any], levels: int) -> dict[str, Any]:
+    return schema if levels == 0 else {"type": "array", "items": nested(schema, levels - 1)}
+
+
+def nested_list(levels: int) -> list[Any]:
+    return [] if levels == 0 else [nested_list(levels - 1)]
+
+
+def exploding(levels: int) -> dict[str, Any]:
+    """Two alternatives of all that is below, in each of two parts, on every level."""
+    if levels == 0:
+        return {"type": "object", "properties": {"a": {"type": "string"}}}
+    either = {"anyOf": [{"properties": {f"b{levels}": {}}}, {"properties": {f"c{levels}": {}}}]}
+    return {"allOf": [either, exploding(levels - 1)]}
+
+
 def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "x", **fields}]}
 
@@ -176,7 +209,90 @@ ROWS = [
     chat("tools", {"tools": [{"type": "function"}]}, "'tools' is not supported by this gateway", "tools", UNSUPPORTED),
     chat("tool_choice", {"tool_choice": "required"}, 'only "none" or "auto" is', "tool_choice", UNSUPPORTED),
     chat("functions", {"functions": [{"name": "f"}]}, "'functions' is not supported", "functions", UNSUPPORTED),
-    chat("JSON mode", {"response_format": {"type": "json_object"}}, '{"type":"text"}', "response_format", UNSUPPORTED),
+    # What the answer must look like.
+    chat(
+        "a format unknown", {"response_format": {"type": "xml"}}, "must be one of: json_object", "response_format.type"
+    ),
+    chat(
+        "a schema that is missing",
+        {"response_format": {"type": "json_schema"}},
+        "'response_format.json_schema' is required with type json_schema",
+        "response_format.json_schema",
+        "missing_required_parameter",
+    ),
+    chat(
+        "a schema without a name",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        "is required",
+        "response_format.json_schema.name",
+        "missing_required_parameter",
+    ),
+    schema("a schema as an array", [], "must be an object or null, not an array", "", TYPE),
+    schema("uniqueItems", {"type": "array", "uniqueItems": True}, "can't be enforced", ".uniqueItems", UNSUPPORTED),
+    schema("not", {"properties": {"a": {"not": {}}}}, "say what is allowed", ".properties.a.not", UNSUPPORTED),
+    schema("a misspelt keyword", {"requierd": ["a"]}, "is no keyword of JSON Schema", ".requierd", UNSUPPORTED),
+    schema("a switch of the library's", {"x-guidance": {"lenient": True}, "if": {}}, "anyOf", ".if", UNSUPPORTED),
+    schema("a format that isn't known", {"format": "colour"}, "can't be enforced", ".format", UNSUPPORTED),
+    schema("a type that isn't one", {"type": "strnig"}, "Invalid type: strnig", ".type"),
+    schema("a pattern that isn't one", {"type": "string", "pattern": "("}, "unclosed group", ".pattern"),
+    schema("look-ahead", {"type": "string", "pattern": "^(?=a)b$"}, "look-around", ".pattern"),
+    schema("a schema that refers to itself only", {"$ref": "#"}, "no text fits it", ""),
+    schema("two that refer to each other", LOOP, "no text fits it", ""),
+    schema("a reference to nowhere", {"$ref": "#/$defs/a"}, "no schema of this document", ".$ref"),
+    schema("a reference elsewhere", {"$ref": "http://127.0.0.1/s"}, "no schema of this document", ".$ref"),
+    schema("10,000 enum values", {"enum": list(range(10_000))}, "more than 1000", ".enum"),
+    schema("too many properties", {"properties": {f"p{i}": {} for i in range(1001)}}, "more than 1000", ".properties"),
+    schema("absurd nesting", nested({"type": "string"}, 100), "at most 64 levels", ""),
+    schema("a constant nested absurdly", {"const": nested_list(300)}, "can't be carried out", ""),
+    schema("no value", {"enum": []}, "Unsatisfiable", ""),
+    schema("two types at once", {"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types", ""),
+    chat("half a surrogate", {"guided_json": '{"const": "\\ud800"}'}, "half a surrogate pair", "guided_json"),
+    chat(
+        "an exploding union",
+        {"guided_json": exploding(12)},
+        "can't be carried out",
+        "guided_json",
+    ),
+    chat("a schema as text that is no JSON", {"guided_json": "{"}, "not valid JSON", "guided_json", "invalid_json"),
+    chat("a schema as text that is none", {"guided_json": "[]"}, "must be a JSON schema", "guided_json", TYPE),
+    chat("a regular expression that is none", {"guided_regex": "["}, "unclosed character class", "guided_regex"),
+    chat("a regular expression too long", {"regex": "a" * 9000}, "at most 8192", "regex"),
+    chat("no choices", {"guided_choice": []}, "array of length >= 1", "guided_choice"),
+    chat("choices that aren't text", {"guided_choice": [1]}, "must be a string", "guided_choice[0]", TYPE),
+    chat("5,000 choices", {"guided_choice": ["a"] * 5000}, "from 1 to 1000", "guided_choice"),
+    chat("a grammar that is none", {"guided_grammar": "garbage("}, "Expected token", "guided_grammar"),
+    chat("a grammar without a beginning", {"grammar": 'a ::= "x"'}, "No 'root' rule", "grammar"),
+    chat("a grammar that never ends", {"grammar": 'root ::= root "x"'}, "no text fits it", "grammar"),
+    chat("a grammar that would be ignored", {"ebnf": LENIENT}, "may not hold 'x-guidance'", "ebnf", UNSUPPORTED),
+    chat(
+        "two formats",
+        {"response_format": {"type": "json_object"}, "guided_regex": "a"},
+        "'response_format' and 'guided_regex' both say what the answer must look like; send one of them.",
+        "guided_regex",
+    ),
+    chat(
+        "two formats in one",
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "has regex and choice; send exactly one",
+        "structured_outputs.choice",
+    ),
+    chat("no format in one", {"structured_outputs": {}}, "says nothing; send exactly one", "structured_outputs"),
+    chat(
+        "vLLM's white space",
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+        "is not supported",
+        "structured_outputs.whitespace_pattern",
+        UNSUPPORTED,
+    ),
+    chat("two schemas", {"response_format": TWO_SCHEMAS}, "two schemas", "response_format.schema"),
+    chat(
+        "a schema for free text",
+        {"response_format": {"type": "text", "schema": {}}},
+        "goes with type json_schema",
+        "response_format.schema",
+    ),
+    chat("no end", {"guided_regex": "a", "ignore_eos": True}, "'ignore_eos' would write on after", "ignore_eos"),
+    text("a choice too many, of text", {"guided_choice": ["a"], "grammar": 'start: "a"'}, "both say", "grammar"),
     chat("audio", {"audio": {"voice": "alloy"}}, "'audio' is not supported", "audio", UNSUPPORTED),
     chat("modalities", {"modalities": ["audio"]}, "is not supported", "modalities", UNSUPPORTED),
     chat("prediction", {"prediction": {"type": "content"}}, "is not supported", "prediction", UNSUPPORTED),
