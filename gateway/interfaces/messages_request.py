@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.interfaces.tool_names import ToolName
 from gateway.wire.no_op import RequestStruct, no_op
 from gateway.wire.requests import DecodingOptions, ModelName, Probability, Seed, StopString, TokenCount
+from gateway.wire.tool_names import ToolName
 
 CHAT_NAMES = {
     "messages": "messages",

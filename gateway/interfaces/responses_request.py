@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from gateway.interfaces.tool_names import ToolName
 from gateway.wire.no_op import RequestStruct, no_op
 from gateway.wire.requests import (
     MAX_LOGPROBS,
@@ -21,6 +20,7 @@ from gateway.wire.requests import (
     Temperature,
     TokenCount,
 )
+from gateway.wire.tool_names import ToolName
 
 CHAT_NAMES = {
     "messages": "input",

@@ -187,6 +187,8 @@ class Gathered:
         choices = []
         for index, choice in enumerate(self.choices):
             message = {"role": "assistant", "content": "", "refusal": None, **_joined(choice.fields)}
+            for call in message.get("tool_calls") or ():
+                call.pop("index", None)
             answer = {"message": message} if chat else {"text": "".join(choice.text)}
             logprobs = None if choice.logprobs is None else _joined(choice.logprobs)
             ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -223,10 +225,25 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
                 old.append(value)
             else:
                 into[name] = _Pieces([value])
+        elif name == "tool_calls" and isinstance(value, list):
+            into[name] = _merged_calls(old or [], value)
         elif isinstance(old, list) and not isinstance(old, _Pieces) and isinstance(value, list):
             old.extend(value)
         elif value is not None or old is None:
             into[name] = value
+
+
+def _merged_calls(calls: list[dict[str, Any]], more: list[Any]) -> list[dict[str, Any]]:
+    """Pieces of calls, put together by their index."""
+    found = {call["index"]: call for call in calls}
+    for piece in more:
+        index = piece.get("index", len(found))
+        call = found.setdefault(index, {"index": index, "type": "function", "function": {"name": "", "arguments": ""}})
+        if piece.get("id"):
+            call["id"] = piece["id"]
+        for name, value in (piece.get("function") or {}).items():
+            call["function"][name] = call["function"].get(name, "") + (value or "")
+    return [found[index] for index in sorted(found)]
 
 
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:
