@@ -54,7 +54,7 @@ class FakeLoading(ModuleType):
         self.options, self.cost_stores = options, cost_stores
         if self.error is not None:
             raise self.error
-        return SimpleNamespace(decoder=self.decoder, tokenizer=FakeTokenizer())
+        return SimpleNamespace(decoder=self.decoder, tokenizer=FakeTokenizer(), grammars=None)
 
 
 @dataclass
