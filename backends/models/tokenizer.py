@@ -13,7 +13,7 @@ from backends.models.chat_template import ChatTemplate, RenderedTooLong, Templat
 from backends.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_rules
 from backends.models.powerless import PowerlessTokenizer
 from backends.models.token_bounds import TokenBound
-from backends.models.traced_text import TracedText
+from backends.models.traced_text import TracedText, own_of
 from backends.types import NoChatTemplate, PromptTooLong
 
 
@@ -169,8 +169,15 @@ class HfTokenizer:
 
 
 def _up_to(text: TracedText, last: str) -> TracedText:
-    """``text`` to the end of the message ``last`` in it. Raises :class:`TemplateRefusal` where that has become another."""
-    end = text.rfind(last.strip())
-    if end < 0:
+    """``text`` without what the template wrote after ``last``, the last message.
+
+    Raises :class:`TemplateRefusal` where the template has made another text of it.
+    """
+    end = len(text)
+    for start, stop in reversed(own_of(text)):
+        if stop < end:
+            break
+        end = start
+    if not text[:end].rstrip().endswith(last.strip()):
         raise TemplateRefusal("the last message can't be continued: the template changes its text")
-    return text[: end + len(last.strip())]
+    return text[:end]

@@ -18,7 +18,8 @@ from gateway.serving.dispatch import dispatch
 from gateway.serving.results import ChoiceResult, decoding_report, usage
 from gateway.serving.state import gateway_of
 from gateway.serving.streaming import ChatChoiceWriter, ChoiceWriter, CompletionChoiceWriter
-from gateway.tools.asked import check_chat, facts_of, forced_call, template_input, upstream_messages
+from gateway.tools.asked import check_chat, facts_of, template_input, upstream_messages
+from gateway.tools.forced import forced_call
 from gateway.tools.reader import AnswerForm
 from gateway.tools.template import END_THINK
 from gateway.upstream.payload import tokens_of
@@ -47,6 +48,8 @@ class ChatCall(Call):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
+    thinking: bool | None = None
+    """Whether thoughts are asked for, where the model's template can be told; None: as it likes."""
 
     def __init__(self, body: ChatCompletionRequest, new_id: Callable[[], str] = new_hex) -> None:
         check_chat(body)
@@ -57,14 +60,15 @@ class ChatCall(Call):
         self.continues = bool(body.continue_final_message)
         self.estimated_tokens = [tokens_of(sum(len(each.text) for each in body.messages))]
         self._new_id = new_id
+        self._forced = forced_call(body)
         self._form, self._end_id = AnswerForm(), None
 
     def answer_format(self) -> GrammarSpec | None:
-        return forced_call(self._chat) or super().answer_format()
+        return self._forced or super().answer_format()
 
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
         tokenizer, info = served.tokenizer, served.decoder.info
-        asked = template_input(self._chat, facts_of(tokenizer))
+        asked = template_input(self._chat, facts_of(tokenizer), thinking=self.thinking)
         ids = await encode_messages(
             tokenizer, asked.messages, inline_chars, info, asked.variables, continues=self.continues
         )

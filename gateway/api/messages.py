@@ -37,7 +37,10 @@ def _counted(body: bytes) -> MessagesCall:
 
 def _as_call(asked: CountTokensRequest) -> MessagesCall:
     with in_words_of(CHAT_NAMES):
-        return MessagesCall(CHAT_BODIES.decode(msgspec.json.encode(as_chat(asked))))
+        call = MessagesCall(CHAT_BODIES.decode(msgspec.json.encode(as_chat(asked))))
+    if asked.thinking is not None:
+        call.thinking = asked.thinking.type != "disabled"
+    return call
 
 
 @post("/v1/messages", status_code=200, opt=needs("inference"))

@@ -12,8 +12,10 @@ from gateway.api.responses import json_response
 from gateway.auth.guard import needs
 from gateway.serving.state import GatewayState, gateway_of
 from gateway.serving.targets import EngineBackend
+from gateway.tools.asked import facts_of
+from gateway.tools.rendering import template_messages
 from gateway.wire.errors import InvalidRequest
-from gateway.wire.prompts import encode_messages, encode_prompts, plain_messages, refuse_unknown_ids
+from gateway.wire.prompts import encode_messages, encode_prompts, refuse_unknown_ids
 from gateway.wire.request_body import BodyDecoder, off_the_loop, read_json
 from gateway.wire.token_requests import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 
@@ -49,7 +51,8 @@ async def tokenize(request: Request[Any, Any, Any]) -> ASGIResponse:
     served = engine_of(gateway, body.model).served
     info, inline = served.decoder.info, gateway.settings.inline_tokenize_chars
     if body.messages is not None:
-        ids = await encode_messages(served.tokenizer, plain_messages(body.messages), inline, info)
+        messages = template_messages(body.messages, (), facts_of(served.tokenizer))
+        ids = await encode_messages(served.tokenizer, messages, inline, info)
     else:
         # An empty text has no tokens, and may be asked for all the same.
         [ids] = await encode_prompts(served.tokenizer, [body.prompt], inline, info) if body.prompt else [()]

@@ -120,8 +120,16 @@ def _blocks(message: Message) -> list[dict[str, Any]]:
         blocks.append({"type": "thinking", "thinking": message.reasoning_content, "signature": ""})
     if message.content:
         blocks.append({"type": "text", "text": message.content})
-    calls = message.tool_calls or ()
-    return blocks + [_tool_use(each, msgspec.json.decode(each.function.arguments or "{}")) for each in calls]
+    return blocks + [_called(each) for each in message.tool_calls or ()]
+
+
+def _called(call: ToolCall) -> dict[str, Any]:
+    arguments = call.function.arguments or "{}"
+    try:
+        return _tool_use(call, msgspec.json.decode(arguments))
+    except msgspec.DecodeError:
+        # Cut by max_tokens: this API has no place for half a call.
+        return {"type": "text", "text": arguments}
 
 
 def _tool_use(call: ToolCall, arguments: Any) -> dict[str, Any]:

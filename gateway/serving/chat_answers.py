@@ -23,12 +23,18 @@ class ThoughtCounter:
 
     def __init__(self, end_id: int | None) -> None:
         self._end_id = end_id
+        self._end: int | None = None
+        self._ids = 0
 
-    def count(self, chunk: TokenChunk, before: int, *, over: bool) -> int:
-        """``before``: tokens of the answer before ``chunk``; ``over``: the thoughts ended in it."""
-        if over and self._end_id is not None and self._end_id in chunk.token_ids:
-            return min(before + chunk.token_ids.index(self._end_id) + 1, chunk.num_tokens)
-        return chunk.num_tokens
+    def take(self, chunk: TokenChunk) -> None:
+        # Text may come later than its token: what may be a stop string is held back.
+        if self._end is None and self._end_id in chunk.token_ids:
+            self._end = self._ids + chunk.token_ids.index(self._end_id) + 1
+        self._ids += len(chunk.token_ids)
+
+    def count(self, chunk: TokenChunk) -> int:
+        """``chunk``: in whose text the thoughts ended."""
+        return chunk.num_tokens if self._end is None else min(self._end, chunk.num_tokens)
 
 
 class ReadChoice:
@@ -38,23 +44,22 @@ class ReadChoice:
         self._form = form
         self._reader = AnswerReader(form, new_id)
         self._counter = ThoughtCounter(end_id)
-        self._tokens = 0
 
     def take(self, chunk: TokenChunk, result: ChoiceResult) -> Piece:
         """What ``chunk`` adds. ``result`` has noted it already, and is put right: its thoughts, and why it ended."""
-        was_thinking = self._reader.thinking or (self._tokens == 0 and self._form.thinks)
+        over = self._reader.thought
         piece = self._reader.feed(chunk.text)
         if chunk.finish_reason is not None:
-            rest = self._reader.finish(complete=chunk.finish_reason == "stop")
-            piece = _joined(piece, rest)
+            piece = _joined(piece, self._reader.finish(complete=chunk.finish_reason == "stop"))
+            if self._reader.calls and not self._reader.is_cut and chunk.finish_reason == "stop":
+                result.finish_reason = "tool_calls"
         if self._form.thinks:
-            thinking = self._reader.thinking
-            if thinking or (was_thinking and piece.thoughts):
-                result.reasoning_tokens = self._counter.count(chunk, self._tokens, over=not thinking)
+            self._counter.take(chunk)
+            if self._reader.thinking:
+                result.reasoning_tokens = chunk.num_tokens
+            elif self._reader.thought and not over:
+                result.reasoning_tokens = self._counter.count(chunk)
             result.reasoning_tokens = result.reasoning_tokens or 0
-        if self._reader.calls and result.finish_reason == "stop":
-            result.finish_reason = "tool_calls"
-        self._tokens = chunk.num_tokens
         return piece
 
 

@@ -7,17 +7,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import msgspec
-
-from backends.grammar.spec import GrammarSpec
 from backends.types import ChatTokenizer
+from gateway.tools.forced import is_forced
 from gateway.tools.reader import AnswerForm
 from gateway.tools.rendering import template_messages, template_tools
 from gateway.tools.template import END_THINK, THINK, CallStyle, TemplateFacts
 from gateway.wire.errors import InvalidRequest
 from gateway.wire.requests import ChatCompletionRequest, ChatMessage
 from gateway.wire.structured import asked_formats
-from gateway.wire.tools import NamedTool, Tool, check_tools, forced_schema
+from gateway.wire.tools import check_tools
 
 _OURS = frozenset({"messages", "tools", "add_generation_prompt", "documents", "continue_final_message"})
 """Variables of templates that have fields of their own, or none."""
@@ -36,8 +34,8 @@ class TemplateInput:
         """``tail``: the end of the prompt's text, where some templates begin the thoughts, or skip them."""
         if not self.form.thinks:
             return self.form
-        opened, closed = tail.rfind(THINK), tail.rfind(END_THINK)
-        return replace(self.form, thinks=closed <= opened, thinking=opened > closed)
+        end = tail.rstrip()
+        return replace(self.form, thinks=not end.endswith(END_THINK), thinking=end.endswith(THINK))
 
 
 def facts_of(tokenizer: ChatTokenizer) -> TemplateFacts:
@@ -50,13 +48,13 @@ _facts = lru_cache(maxsize=64)(TemplateFacts.of)
 def check_chat(body: ChatCompletionRequest) -> None:
     """The rules that span fields. Raises :class:`InvalidRequest`."""
     check_tools(body)
-    if tools_of(body) and body.tool_choice != "none" and (formats := asked_formats(body)):
+    if body.tools and body.tool_choice != "none" and (formats := asked_formats(body)):
         raise InvalidRequest(
             f"'{formats[0].param}' and 'tools' both say what the answer must look like; send one of them, or "
             "tool_choice none.",
             param=formats[0].param,
         )
-    if body.ignore_eos and forced_call(body) is not None:
+    if body.ignore_eos and is_forced(body):
         raise InvalidRequest(
             "'ignore_eos' would write on after the call that 'tool_choice' asks for; leave it out.", param="ignore_eos"
         )
@@ -81,26 +79,18 @@ def check_chat(body: ChatCompletionRequest) -> None:
         )
 
 
-def tools_of(body: ChatCompletionRequest) -> Sequence[Tool]:
-    return body.tools or ()
+def template_input(body: ChatCompletionRequest, facts: TemplateFacts, *, thinking: bool | None = None) -> TemplateInput:
+    """For a model whose template is ``facts``'s. ``thinking``: asked for or not, where the template can be told.
 
-
-def forced_call(body: ChatCompletionRequest) -> GrammarSpec | None:
-    """What the answer must look like where a call is forced: one call in JSON."""
-    choice = body.tool_choice
-    if choice != "required" and not isinstance(choice, NamedTool):
-        return None
-    schema = forced_schema(tools_of(body), choice.function.name if isinstance(choice, NamedTool) else None)
-    return GrammarSpec("json", msgspec.json.encode(schema).decode(), "tools")
-
-
-def template_input(body: ChatCompletionRequest, facts: TemplateFacts) -> TemplateInput:
-    """For a model whose template is ``facts``'s. Raises :class:`InvalidRequest` for what it can't do."""
-    offered = () if body.tool_choice == "none" else tools_of(body)
+    Raises :class:`InvalidRequest` for what the model can't do.
+    """
+    offered = () if body.tool_choice == "none" else body.tools or ()
     variables = _variables(body, facts)
+    if thinking is not None and "enable_thinking" in facts.variables:
+        variables.setdefault("enable_thinking", thinking)
     if offered and facts.knows_tools:
         variables["tools"] = template_tools(offered)
-    forced = forced_call(body) is not None
+    forced = is_forced(body)
     if offered and not forced and facts.style is CallStyle.UNKNOWN:
         raise InvalidRequest(
             "'tools' with tool_choice auto is not supported for this model: its way to write calls is not known here. "

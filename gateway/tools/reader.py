@@ -23,7 +23,7 @@ _ARGUMENTS = '","arguments":'
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
     """What an answer may hold. ``style`` None: no tools. ``forced``: it is one call, in the form of
-    :func:`gateway.wire.tools.forced_schema`. ``one_call``: at most one. ``thinks``: thoughts may come first;
+    :func:`gateway.tools.forced.forced_call`. ``one_call``: at most one. ``thinks``: thoughts may come first;
     ``thinking``: the prompt ends inside them."""
 
     names: frozenset[str] = frozenset()
@@ -58,22 +58,33 @@ class AnswerReader:
         self._form = form
         self._new_id = new_id
         self._held = ""
-        self._thoughts = form.thinks
+        self._may_think = form.thinks
         self._opened = form.thinking
         self._text_begun = False
+        # Newlines at the beginning, after thoughts and after a call belong to none of the text, nor the first ones of
+        # thoughts to these.
+        self._fresh = not form.is_plain
+        self._arguments: list[str] = []
         self.calls = 0
+        self.is_cut = False
+        """Whether the arguments of a forced call were cut in the middle."""
 
     @property
     def thinking(self) -> bool:
         """Whether what comes next is a thought, as far as it is known."""
-        return self._thoughts and self._opened
+        return self._may_think and self._opened
+
+    @property
+    def thought(self) -> bool:
+        """Whether there were thoughts, and they are over."""
+        return self._opened and not self._may_think
 
     def feed(self, text: str) -> Piece:
         piece = Piece()
         self._held += text
-        if self._thoughts:
+        if self._may_think:
             self._read_thoughts(piece)
-        if not self._thoughts:
+        if not self._may_think:
             if self._form.forced:
                 self._read_forced(piece)
             elif self._form.style is CallStyle.TAGGED:
@@ -86,11 +97,11 @@ class AnswerReader:
         """What was held back. ``complete``: the answer was not cut."""
         piece = Piece()
         if self.thinking:
-            piece.thoughts = self._take_held()
+            self._think(piece, self._take_held())
             return piece
-        self._thoughts = False
+        self._may_think = False
         if self._form.forced:
-            self._end_forced(piece, complete=complete)
+            self._end_forced(piece)
         elif self._form.style is CallStyle.WHOLE and complete and (found := self._whole_calls()):
             for name, arguments in found:
                 self._tell_call(piece, name, arguments)
@@ -105,20 +116,21 @@ class AnswerReader:
         if not self._opened:
             begun = self._held.lstrip()
             if begun.startswith(THINK):
-                self._opened, self._held = True, begun.removeprefix(THINK).removeprefix("\n")
-            elif not THINK.startswith(begun):
-                self._thoughts = False
-            if not self._opened:
+                self._opened, self._held = True, begun.removeprefix(THINK)
+            elif THINK.startswith(begun):
+                return
+            else:
+                self._may_think = False
                 return
         before, mark, after = self._held.partition(END_THINK)
         if mark:
-            piece.thoughts, self._held = before.removesuffix("\n"), after.lstrip("\n")
-            self._thoughts = False
+            self._think(piece, before.rstrip("\n"))
+            self._held, self._may_think, self._fresh = after, False, True
         else:
-            # White space before the mark belongs to neither.
-            kept = _overlap(before, END_THINK)
-            shown = before[: len(before) - kept].rstrip("\n")
-            piece.thoughts, self._held = shown, before[len(shown) :]
+            # Newlines before the mark belong to neither.
+            shown = before[: len(before) - _overlap(before, END_THINK)].rstrip("\n")
+            self._think(piece, shown)
+            self._held = before[len(shown) :]
 
     def _read_tagged(self, piece: Piece) -> None:
         while True:
@@ -147,6 +159,7 @@ class AnswerReader:
             return
         piece.add_call(self.calls, (f"call_{self._new_id()}", name), arguments)
         self.calls += 1
+        self._fresh = True
 
     def _may_be_whole(self) -> bool:
         if self._text_begun:
@@ -166,14 +179,17 @@ class AnswerReader:
 
     def _sound_call(self, call: Any) -> tuple[str, str] | None:
         """Name and arguments, as JSON text, of a call of a tool that was offered."""
-        if not isinstance(call, dict) or call.get("name") not in self._form.names:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in self._form.names:
             return None
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = _read_json(arguments)
         if not isinstance(arguments, dict):
             return None
-        return call["name"], json.dumps(arguments, ensure_ascii=False)
+        try:
+            return call["name"], json.dumps(arguments, ensure_ascii=False)
+        except RecursionError:
+            return None
 
     def _read_forced(self, piece: Piece) -> None:
         begins = None
@@ -186,21 +202,30 @@ class AnswerReader:
         # The last brace closes the call, and is no argument.
         shown, self._held = self._held[:-1], self._held[-1:]
         if begins or shown:
+            self._arguments.append(shown)
             piece.add_call(0, begins, shown)
 
-    def _end_forced(self, piece: Piece, *, complete: bool) -> None:
+    def _end_forced(self, piece: Piece) -> None:
         if self.calls == 0:
             self._say(piece, self._held)
-        elif not complete and self._held:
-            piece.add_call(0, None, self._held)
+        elif _read_json("".join(self._arguments)) is None:
+            self.is_cut = True
+            if self._held:
+                piece.add_call(0, None, self._held)
 
     def _say(self, piece: Piece, text: str) -> None:
-        """White space around calls is none of the text."""
-        if self._form.style and (self.calls or not self._text_begun):
+        shown = self._after_newlines(text)
+        self._text_begun |= bool(shown)
+        piece.text += shown
+
+    def _think(self, piece: Piece, text: str) -> None:
+        piece.thoughts += self._after_newlines(text)
+
+    def _after_newlines(self, text: str) -> str:
+        if self._fresh:
             text = text.lstrip("\n")
-        if text:
-            self._text_begun = True
-            piece.text += text
+            self._fresh = not text
+        return text
 
     def _take_held(self) -> str:
         held, self._held = self._held, ""

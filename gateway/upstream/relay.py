@@ -237,11 +237,16 @@ def _merged_calls(calls: list[dict[str, Any]], more: list[Any]) -> list[dict[str
     """Pieces of calls, put together by their index."""
     found = {call["index"]: call for call in calls}
     for piece in more:
-        index = piece.get("index", len(found))
+        if not isinstance(piece, dict):
+            continue
+        index = piece.get("index")
+        if not isinstance(index, int):
+            index = len(found)
         call = found.setdefault(index, {"index": index, "type": "function", "function": {"name": "", "arguments": ""}})
         if piece.get("id"):
             call["id"] = piece["id"]
-        for name, value in (piece.get("function") or {}).items():
+        function = piece.get("function")
+        for name, value in function.items() if isinstance(function, dict) else ():
             call["function"][name] = call["function"].get(name, "") + (value or "")
     return [found[index] for index in sorted(found)]
 

@@ -109,8 +109,8 @@ class ChatMessage(RequestStruct):
     reasoning_content: Any = None
     function_call: Annotated[Any, no_op(instead="send tool_calls")] = None
     audio: Annotated[Any, no_op(instead="put its transcript into content")] = None
-    prefix: Annotated[Any, no_op(False, why="the last message is always closed")] = None
-    partial: Annotated[Any, no_op(False, why="the last message is always closed")] = None
+    prefix: Annotated[Any, no_op(False, instead="send continue_final_message")] = None
+    partial: Annotated[Any, no_op(False, instead="send continue_final_message")] = None
 
     def __post_init__(self) -> None:
         """What is raised here reaches the client as if msgspec itself had found it."""
@@ -189,6 +189,9 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    # Of other servers, where chat differs from text: thoughts are told apart from the answer.
+    separate_reasoning: Annotated[Any, no_op(True, why="thoughts are in reasoning_content")] = None
+    reasoning_format: Annotated[Any, no_op("auto", "deepseek", why="thoughts are in reasoning_content")] = None
     # Fields of OpenAI's that are not honoured.
     functions: Annotated[Any, no_op([])] = None
     function_call: Annotated[Any, no_op("none", "auto", why="there are no tools")] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -18,8 +18,8 @@ CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Function(RequestStruct):
-    """``parameters``: a JSON schema of an object; none: no arguments. Arguments are always held to it where a call is
-    forced (``tool_choice``), ``strict`` or not."""
+    """``parameters``: a JSON schema of an object; none: no arguments. Arguments are held to it where a call is forced
+    (``tool_choice``), ``strict`` or not."""
 
     name: ToolName
     description: str | None = None
@@ -78,12 +78,16 @@ def check_tools(body: _Body) -> None:
     """Raises :class:`InvalidRequest` naming the field."""
     tools = body.tools or []
     names = [tool.function.name for tool in tools]
-    for i, name in enumerate(names):
+    for i, (name, tool) in enumerate(zip(names, tools, strict=True)):
         if name in names[:i]:
             raise InvalidRequest(
                 f"'tools[{i}].function.name' is '{name}', which another tool has; give each a name of its own.",
                 param=f"tools[{i}].function.name",
             )
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            param = f"tools[{i}].function.parameters.type"
+            raise InvalidRequest(f"'{param}' must be object: arguments have names.", param=param)
     choice = body.tool_choice
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise InvalidRequest(
@@ -116,24 +120,3 @@ def _check_history(messages: Sequence[_Message]) -> None:
                 "id; send the assistant's message with its tool_calls too.",
                 param=param,
             )
-
-
-def forced_schema(tools: Sequence[Tool], name: str | None) -> dict[str, Any]:
-    """The schema of one call: of the tool ``name``, or of any. Each is ``{"name": ..., "arguments": {...}}``."""
-    calls = [_call_schema(tool) for tool in tools if name is None or tool.function.name == name]
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-def _call_schema(tool: Tool) -> dict[str, Any]:
-    function = tool.function
-    parameters: Mapping[str, Any] = function.parameters or {"type": "object", "properties": {}}
-    if "type" not in parameters:
-        parameters = {"type": "object", **parameters}
-    if function.parameters is None:
-        parameters = {**parameters, "additionalProperties": False}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": function.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
