@@ -89,9 +89,11 @@ class ReadChoiceWriter:
 
     def __init__(self, form: AnswerForm, new_id: Callable[[], str], end_id: int | None) -> None:
         self._choice = ReadChoice(form, new_id, end_id)
+        # To some clients an empty text is one.
+        self._content = b"null" if form.forced else b'""'
 
     def opening(self) -> bytes:
-        return b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+        return b'"delta":{"role":"assistant","content":%b},"logprobs":null,"finish_reason":null' % self._content
 
     def deltas(self, chunk: TokenChunk, result: ChoiceResult) -> Sequence[bytes]:
         piece = self._choice.take(chunk, result)

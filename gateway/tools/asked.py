@@ -48,10 +48,12 @@ _facts = lru_cache(maxsize=64)(TemplateFacts.of)
 def check_chat(body: ChatCompletionRequest) -> None:
     """The rules that span fields. Raises :class:`InvalidRequest`."""
     check_tools(body)
-    if body.tools and body.tool_choice != "none" and (formats := asked_formats(body)):
+    # A forced call has no text whose form could be asked for; a free answer may be either.
+    free = body.tools and body.tool_choice != "none" and not is_forced(body)
+    if free and (formats := asked_formats(body)):
         raise InvalidRequest(
             f"'{formats[0].param}' and 'tools' both say what the answer must look like; send one of them, or "
-            "tool_choice none.",
+            "tool_choice none, or required.",
             param=formats[0].param,
         )
     if body.ignore_eos and is_forced(body):

@@ -15,6 +15,8 @@ from gateway.wire.tools import NamedTool, Tool
 
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _VALUES = frozenset(("const", "enum"))
+_COMPOSED = frozenset(("patternProperties", "$ref", "allOf", "anyOf", "oneOf"))
+"""Where other names may come from."""
 
 
 def is_forced(body: ChatCompletionRequest) -> bool:
@@ -56,7 +58,11 @@ def _parameters(tool: Tool, param: str, place: str) -> Mapping[str, Any]:
         read = checked_schema(msgspec.json.encode(tool.function.parameters).decode(), param)
     except GrammarRefused as error:
         raise InvalidRequest(str(error), param=error.param, code=error.code) from None
-    return {"type": "object", **_moved(msgspec.json.decode(read), place)}
+    found = {"type": "object", **_moved(msgspec.json.decode(read), place)}
+    if "properties" in found and not _COMPOSED & found.keys():
+        # As functions take them: a name that isn't listed is none of their arguments.
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -160,6 +160,21 @@ def test_a_forced_call_asks_for_a_grammar(gateway: LiveGateway) -> None:
         assert (gateway.decoder.submitted[-1].grammar is not None) == forced
 
 
+def test_a_forced_call_has_no_text_for_a_format(gateway: LiveGateway) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "look"}}]
+    with gateway.client.chat.completions.create(
+        model=MODEL,
+        messages=HI,
+        tools=tools,
+        tool_choice="required",
+        response_format={"type": "json_object"},
+        max_tokens=4,
+        stream=True,
+    ) as stream:
+        assert next(iter(stream)).choices[0].delta.content is None
+    assert gateway.decoder.submitted[-1].grammar is not None
+
+
 def test_a_tool_that_is_named_twice_is_refused(gateway: LiveGateway) -> None:
     tool: Any = {"type": "function", "function": {"name": "look"}}
     with pytest.raises(openai.BadRequestError, match="which another tool has"):

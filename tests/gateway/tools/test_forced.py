@@ -36,6 +36,7 @@ def call(name: str, arguments: Any) -> str:
         ("look", {"at": "hall"}, True),
         ("look", {"at": "sea"}, False),
         ("look", {}, False),
+        ("look", {"at": "hall", "by": 1}, False),
         ("grow", {"more": [{"more": []}, {}]}, True),
         ("grow", {"more": [{"less": 1}]}, False),
         ("wait", {}, True),
