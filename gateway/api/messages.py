@@ -27,7 +27,8 @@ class MessagesCall(ChatCall):
     id_prefix = "msg_"
 
 
-def _call(body: bytes) -> MessagesCall:
+def message_call(body: bytes) -> MessagesCall:
+    """Raises :class:`InvalidRequest`."""
     return _as_call(_BODIES.decode(body))
 
 
@@ -45,7 +46,7 @@ def _as_call(asked: CountTokensRequest) -> MessagesCall:
 
 @post("/v1/messages", status_code=200, opt=needs("inference"))
 async def create_message(request: Request[Any, Any, Any]) -> ASGIResponse:
-    call = await off_the_loop(_call, await read_json(request))
+    call = await off_the_loop(message_call, await read_json(request))
     with in_words_of(CHAT_NAMES):
         response = await dispatch(call, request, gateway_of(request))
     if isinstance(response, EventStream):

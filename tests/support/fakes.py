@@ -72,7 +72,7 @@ class FakeTokenizer:
             ids += [ROLE_IDS[message["role"]], *self.encode(message["content"])]
         return ids if continues else [*ids, ROLE_IDS["assistant"]]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < EOS).decode("utf-8", errors="replace")
 
 

@@ -10,9 +10,13 @@ import httpx
 import msgspec
 import pytest
 
+from gateway.api.messages import message_call
 from gateway.interfaces.chat import EventTranslator
 from gateway.interfaces.messages_answer import MessagesWriter, whole
 from gateway.interfaces.messages_request import MessagesRequest, as_chat
+from gateway.tools.asked import template_input
+from gateway.tools.template import CallStyle, TemplateFacts
+from gateway.wire.requests import ChatCompletionRequest
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -198,6 +202,27 @@ def test_a_whole_answer_with_calls() -> None:
     answer = msgspec.json.decode(whole(msgspec.json.encode(chat)))
     assert answer["content"] == [{"type": "tool_use", "id": "call_0", "name": "look", "input": {"at": 1}}]
     assert answer["stop_reason"] == "tool_use"
+
+
+def test_half_a_call_is_text() -> None:
+    function = {"name": "look", "arguments": '{"at": '}
+    message = {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
+    chat = {"id": "msg_1", "model": "m", "choices": [{"message": message, "finish_reason": "length"}]}
+    answer = msgspec.json.decode(whole(msgspec.json.encode(chat)))
+    assert answer["content"] == [{"type": "text", "text": '{"at": '}]
+    assert answer["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(("asked", "told"), [("enabled", True), ("adaptive", True), ("disabled", False)])
+def test_thinking_is_for_a_template_that_takes_it(asked: str, told: bool) -> None:
+    body = {"model": "m", "max_tokens": 9, "messages": HI, "thinking": {"type": asked}}
+    call = message_call(msgspec.json.encode(body))
+    assert call.thinking is told
+    facts = TemplateFacts(frozenset({"enable_thinking"}), False, CallStyle.TAGGED, True)
+    assert isinstance(call.body, ChatCompletionRequest)
+    assert template_input(call.body, facts, thinking=call.thinking).variables == {"enable_thinking": told}
+    plain = TemplateFacts(frozenset(), False, CallStyle.TAGGED, False)
+    assert template_input(call.body, plain, thinking=call.thinking).variables == {}
 
 
 def test_a_conversation_with_tools_as_chat_has_it() -> None:

@@ -220,9 +220,17 @@ def test_a_failure_ends_the_stream() -> None:
 def test_a_whole_answer_with_calls() -> None:
     function = {"name": "look", "arguments": '{"at": 1}'}
     message = {"content": None, "tool_calls": [{"id": "call_0", "type": "function", "function": function}]}
-    chat = {"id": "resp_1", "model": "m", "choices": [{"message": message, "finish_reason": "tool_calls"}]}
-    [item] = msgspec.json.decode(whole(msgspec.json.encode(chat), asking()))["output"]
+    chat: dict[str, Any] = {
+        "id": "resp_1",
+        "model": "m",
+        "choices": [{"message": message, "finish_reason": "tool_calls"}],
+    }
+    chat["usage"] = {"prompt_tokens": 5, "completion_tokens": 9, "total_tokens": 14}
+    chat["usage"]["completion_tokens_details"] = {"reasoning_tokens": 4}
+    response = msgspec.json.decode(whole(msgspec.json.encode(chat), asking()))
+    [item] = response["output"]
     assert (item["type"], item["call_id"], item["arguments"]) == ("function_call", "call_0", '{"at": 1}')
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 4}
 
 
 def test_a_conversation_with_tools_as_chat_has_it() -> None:
