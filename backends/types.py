@@ -399,8 +399,30 @@ class ChatTokenizer(Protocol):
 
     def encode(self, text: str, most_tokens: int | None = None) -> list[int]: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], most_tokens: int | None = None) -> list[int]:
-        """Apply the model's chat template (with the generation prompt) and tokenise."""
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most_tokens: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
+    ) -> list[int]:
+        """Apply the model's chat template (with the generation prompt) and tokenise. ``variables``: what the template
+        may read beside the messages. ``continues``: the prompt ends with the text of the last message."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template."""
+        ...
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the template reads."""
+        ...
+
+    def id_of(self, token: str) -> int | None:
+        """The id of the one token that ``token`` is, if there is one."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...

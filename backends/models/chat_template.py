@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_eval_context
+from jinja2 import TemplateError, meta, nodes, pass_eval_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.filters import do_indent, do_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
@@ -57,6 +57,8 @@ class ChatTemplate:
         environment.globals.update(theirs.globals)
         self._names = traced(dict(names), own=True)
         self._template = environment.from_string(source)
+        self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+        """The names that the template reads."""
 
     def render(
         self,

@@ -9,10 +9,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from backends.models.chat_template import ChatTemplate, RenderedTooLong
+from backends.models.chat_template import ChatTemplate, RenderedTooLong, TemplateRefusal
 from backends.models.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, byte_rules
 from backends.models.powerless import PowerlessTokenizer
 from backends.models.token_bounds import TokenBound
+from backends.models.traced_text import TracedText, own_of
 from backends.types import NoChatTemplate, PromptTooLong
 
 
@@ -54,6 +55,19 @@ class HfTokenizer:
         return self._hf.eos_token_id
 
     @property
+    def chat_template(self) -> str | None:
+        return self._hf.get_chat_template() if self.has_chat_template else None
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """The names that the chat template reads."""
+        return self._chat_template().variables if self.has_chat_template else frozenset()
+
+    def id_of(self, token: str) -> int | None:
+        """The id of the one token that ``token`` is, if there is one."""
+        return self._fast.token_to_id(token)
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self._hf.chat_template)
 
@@ -81,6 +95,8 @@ class HfTokenizer:
         messages: Sequence[Mapping[str, Any]],
         most_tokens: int | None = None,
         variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
     ) -> list[int]:
         """See the protocol. Raises ValueError when the model has no template or its template refuses the messages.
 
@@ -91,9 +107,12 @@ class HfTokenizer:
             raise NoChatTemplate("the model has no chat template")
         most_bytes = self._bound.most_bytes(most_tokens)
         try:
-            text = self._chat_template().render(messages, variables or {}, self._bound.size, most_bytes)
+            given = {**(variables or {}), **({"add_generation_prompt": False} if continues else {})}
+            text = self._chat_template().render(messages, given, self._bound.size, most_bytes)
         except RenderedTooLong as error:
             raise PromptTooLong(self._bound.least_tokens(error.size)) from None
+        if continues:
+            text = _up_to(text, str(messages[-1]["content"]))
         encoding = self._powerless.encode(text)
         self._refuse_early(len(encoding), most_tokens)
         return self._powerless.ids(encoding)
@@ -147,3 +166,18 @@ class HfTokenizer:
     def _refuse_early(tokens: int, most_tokens: int | None) -> None:
         if most_tokens is not None and tokens > most_tokens:
             raise PromptTooLong(tokens)
+
+
+def _up_to(text: TracedText, last: str) -> TracedText:
+    """``text`` without what the template wrote after ``last``, the last message.
+
+    Raises :class:`TemplateRefusal` where the template has made another text of it.
+    """
+    end = len(text)
+    for start, stop in reversed(own_of(text)):
+        if stop < end:
+            break
+        end = start
+    if not text[:end].rstrip().endswith(last.strip()):
+        raise TemplateRefusal("the last message can't be continued: the template changes its text")
+    return text[:end]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 from litestar import Request, post
 from litestar.response.base import ASGIResponse
 
+from backends.grammar.spec import GrammarSpec
 from gateway.auth.guard import needs
 from gateway.serving.call import Answer, Call, ServedModel
+from gateway.serving.chat_answers import ReadChoiceWriter, message_of
 from gateway.serving.dispatch import dispatch
 from gateway.serving.results import ChoiceResult, decoding_report, usage
 from gateway.serving.state import gateway_of
-from gateway.serving.streaming import ChatChoiceWriter, CompletionChoiceWriter
+from gateway.serving.streaming import ChatChoiceWriter, ChoiceWriter, CompletionChoiceWriter
+from gateway.tools.asked import check_chat, facts_of, template_input, upstream_messages
+from gateway.tools.forced import forced_call
+from gateway.tools.reader import AnswerForm
+from gateway.tools.template import END_THINK
 from gateway.upstream.payload import tokens_of
 from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
-from gateway.wire.prompts import encode_messages, encode_prompts, plain_messages, refuse_unknown_ids, split_prompts
+from gateway.wire.prompts import encode_messages, encode_prompts, refuse_unknown_ids, split_prompts
 from gateway.wire.request_body import BodyDecoder, off_the_loop, read_json
 from gateway.wire.requests import ChatCompletionRequest, CompletionRequest
 from gateway.wire.responses import AssistantMessage, ChatChoice, ChatCompletion, Completion, CompletionChoice
@@ -29,31 +36,62 @@ CHAT_BODIES = BodyDecoder(ChatCompletionRequest, {f"POST {COMPLETION_PATH}": Com
 COMPLETION_BODIES = BodyDecoder(CompletionRequest, {f"POST {CHAT_PATH}": ChatCompletionRequest})
 
 
+_TAIL = 8
+"""Tokens at a prompt's end in which it may open thoughts."""
+
+
+def new_hex() -> str:
+    return uuid4().hex
+
+
 class ChatCall(Call):
     id_prefix = "chatcmpl-"
     chunk_object = "chat.completion.chunk"
     prompt_field = "messages"
+    thinking: bool | None = None
+    """Whether thoughts are asked for, where the model's template can be told; None: as it likes."""
 
-    def __init__(self, body: ChatCompletionRequest) -> None:
-        self.body = body
+    def __init__(self, body: ChatCompletionRequest, new_id: Callable[[], str] = new_hex) -> None:
+        check_chat(body)
+        self.body = self._chat = body
         self.prompts = 1
         self.logprobs = wanted_chat_logprobs(body)
-        self.prompt = self._messages = plain_messages(body.messages)
-        self.estimated_tokens = [tokens_of(sum(len(each["content"]) for each in self._messages))]
+        self.prompt = upstream_messages(body.messages)
+        self.continues = bool(body.continue_final_message)
+        self.estimated_tokens = [tokens_of(sum(len(each.text) for each in body.messages))]
+        self._new_id = new_id
+        self._forced = forced_call(body)
+        self._form, self._end_id = AnswerForm(), None
+
+    def answer_format(self) -> GrammarSpec | None:
+        return self._forced or super().answer_format()
 
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
-        return [await encode_messages(served.tokenizer, self._messages, inline_chars, served.decoder.info)]
+        tokenizer, info = served.tokenizer, served.decoder.info
+        asked = template_input(self._chat, facts_of(tokenizer), thinking=self.thinking)
+        ids = await encode_messages(
+            tokenizer, asked.messages, inline_chars, info, asked.variables, continues=self.continues
+        )
+        self._form = asked.form_after(tokenizer.decode(ids[-_TAIL:]) if asked.form.thinks else "")
+        self._end_id = tokenizer.id_of(END_THINK) if self._form.thinks else None
+        return [ids]
 
-    def choice_writer(self) -> ChatChoiceWriter:
-        return ChatChoiceWriter()
+    def choice_writer(self) -> ChoiceWriter:
+        return ChatChoiceWriter() if self._form.is_plain else ReadChoiceWriter(self._form, self._new_id, self._end_id)
+
+    def _message(self, result: ChoiceResult) -> AssistantMessage:
+        if self._form.is_plain:
+            return AssistantMessage(result.text)
+        return message_of(result, self._form, self._new_id, self._end_id)
 
     def response(self, answer: Answer, results: Sequence[ChoiceResult]) -> bytes:
         choices = [
             ChatChoice(
                 index=index,
-                message=AssistantMessage(result.text),
+                message=self._message(result),
                 logprobs=None if self.logprobs is None else chat_logprobs(result.logprobs),
                 finish_reason=result.finish_reason,
+                stop_reason=result.stop_reason,
             )
             for index, result in enumerate(results)
         ]
@@ -98,6 +136,7 @@ class CompletionCall(Call):
                 text=result.text,
                 logprobs=None if self.logprobs is None else CompletionLogprobsWriter().write(result.logprobs),
                 finish_reason=result.finish_reason,
+                stop_reason=result.stop_reason,
             )
             for index, result in enumerate(results)
         ]

@@ -13,10 +13,24 @@ from litestar.response.base import ASGIResponse
 from gateway.api.openapi_admin import admin_paths, security_of, security_schemes
 from gateway.auth.access import Need
 from gateway.auth.guard import needs
+from gateway.interfaces.messages_request import CountTokensRequest, MessagesRequest
+from gateway.interfaces.responses_request import ResponsesRequest
 from gateway.version import package_version
 from gateway.wire.errors import ErrorBody
 from gateway.wire.requests import ChatCompletionRequest, CompletionRequest
 from gateway.wire.responses import ChatCompletion, Completion, Health, ModelCard, ModelList, Pointer, RemoteReport
+from gateway.wire.token_requests import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+
+_BODIES: tuple[type[msgspec.Struct], ...] = (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
+"""What clients send."""
 
 _REF = "#/components/schemas/{name}"
 
@@ -40,14 +54,14 @@ _ERRORS = {
 def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None = None) -> dict[str, Any]:
     """The document for a gateway that serves ``models``. ``needs_of``: what each path's route needs, where the gateway
     asks for API keys (:func:`gateway.auth.guard.needs_by_path`)."""
-    structs = [ChatCompletionRequest, CompletionRequest, ChatCompletion, Completion]
+    structs: list[type[msgspec.Struct]] = [*_BODIES, ChatCompletion, Completion, Tokenized, Detokenized]
     structs += [ModelList, ModelCard, Health, Pointer, ErrorBody, RemoteReport]
     _, schemas = msgspec.json.schema_components(structs, ref_template=_REF)
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
-        if models:
-            schemas[name]["properties"]["model"] = {"type": "string", "enum": list(models)}
+    if models:
+        for body in _BODIES:
+            schemas[body.__name__]["properties"]["model"] = {"type": "string", "enum": list(models)}
     inner = ("StreamOptions", "DecodingOptions", "ResponseFormat", "JsonSchemaFormat", "StructuredOutputs")
-    for name in ("ChatCompletionRequest", "CompletionRequest", *inner):
+    for name in [*(body.__name__ for body in _BODIES), *inner]:
         schemas[name]["additionalProperties"] = {"type": "null", "description": "null always means left out."}
     for name in ("ChatMessage", "TextPart"):
         # An assistant's has whatever its server added; that it is an assistant's takes too many words of schema.
@@ -79,6 +93,14 @@ def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None 
                 "post": _completion("createChatCompletion", "ChatCompletionRequest", "ChatCompletion")
             },
             "/v1/completions": {"post": _completion("createCompletion", "CompletionRequest", "Completion")},
+            "/v1/responses": {"post": _completion("createResponse", "ResponsesRequest", None)},
+            "/v1/messages": {"post": _completion("createMessage", "MessagesRequest", None, error=None)},
+            "/v1/messages/count_tokens": {"post": _told("countMessageTokens", "CountTokensRequest", None, error=None)},
+            **{
+                f"{base}/{name}": {"post": _told(f"{name}{base[1:].title()}", f"{name.title()}Request", result)}
+                for base in ("", "/v1")
+                for name, result in (("tokenize", "Tokenized"), ("detokenize", "Detokenized"))
+            },
             "/v1/models": {"get": _read("listModels", "ModelList")},
             "/v1/models/{model_id}": {
                 "get": {**_read("retrieveModel", "ModelCard", 404), "parameters": [name_parameter]}
@@ -102,12 +124,13 @@ def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None 
     return document
 
 
-def _schema(name: str) -> dict[str, Any]:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
+def _schema(name: str | None) -> dict[str, Any]:
+    """None: an object as Anthropic's API, or OpenAI's, has it."""
+    return {"application/json": {"schema": {"$ref": _REF.format(name=name)} if name else {"type": "object"}}}
 
 
-def _responses(statuses: Sequence[int]) -> dict[str, Any]:
-    return {str(status): {"description": _ERRORS[status], "content": _schema("ErrorBody")} for status in statuses}
+def _responses(statuses: Sequence[int], error: str | None = "ErrorBody") -> dict[str, Any]:
+    return {str(status): {"description": _ERRORS[status], "content": _schema(error)} for status in statuses}
 
 
 def _read(operation: str, result: str, *errors: int) -> dict[str, Any]:
@@ -117,7 +140,18 @@ def _read(operation: str, result: str, *errors: int) -> dict[str, Any]:
     }
 
 
-def _completion(operation: str, body: str, result: str) -> dict[str, Any]:
+def _told(operation: str, body: str, result: str | None, error: str | None = "ErrorBody") -> dict[str, Any]:
+    return {
+        "operationId": operation,
+        "requestBody": {"required": True, "content": _schema(body)},
+        "responses": {
+            "200": {"description": "As asked.", "content": _schema(result)},
+            **_responses(tuple(_ERRORS), error),
+        },
+    }
+
+
+def _completion(operation: str, body: str, result: str | None, error: str | None = "ErrorBody") -> dict[str, Any]:
     events = {
         "schema": {
             "type": "object",
@@ -130,11 +164,9 @@ def _completion(operation: str, body: str, result: str) -> dict[str, Any]:
         "description": "The answer, as server-sent events if `stream` is true.",
         "content": {**_schema(result), "text/event-stream": events},
     }
-    return {
-        "operationId": operation,
-        "requestBody": {"required": True, "content": _schema(body)},
-        "responses": {"200": success, **_responses(tuple(_ERRORS))},
-    }
+    told = _told(operation, body, result, error)
+    told["responses"]["200"] = success
+    return told
 
 
 def openapi_route(models: Sequence[str], needs_of: Mapping[str, Need] | None = None) -> HTTPRouteHandler:

@@ -131,13 +131,7 @@ class Access:
         }
 
     def _authenticate(self, headers: Sequence[tuple[bytes, bytes]], keys: KeySet) -> ApiKey:
-        given = [value for name, value in headers if name == b"authorization"]
-        if not given:
-            raise InvalidApiKey("There is no API key; send one as 'Authorization: Bearer KEY'.")
-        scheme, _, presented = given[0].decode("latin-1").partition(" ")
-        if len(given) > 1 or scheme.lower() != "bearer" or not presented.strip():
-            raise InvalidApiKey("The Authorization header can't be read; send one, as 'Authorization: Bearer KEY'.")
-        key = keys.find(presented.strip())
+        key = keys.find(presented_key(headers))
         if key is None:
             raise InvalidApiKey("The API key is not known here.")
         if key.disabled:
@@ -184,6 +178,21 @@ class Access:
                 logger.error(
                     "key file refused, %s stays in force:\n%s", status.version, "\n".join(status.rejection.problems)
                 )
+
+
+def presented_key(headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """The key in ``Authorization: Bearer KEY``, or, without that header, in ``x-api-key``, as Anthropic's clients send
+    it. Raises :class:`InvalidApiKey`. Pure."""
+    given = [value for name, value in headers if name == b"authorization"]
+    if not given:
+        bare = [value.decode("latin-1").strip() for name, value in headers if name == b"x-api-key"]
+        if len(bare) == 1 and bare[0]:
+            return bare[0]
+        raise InvalidApiKey("There is no API key; send one as 'Authorization: Bearer KEY'.")
+    scheme, _, presented = given[0].decode("latin-1").partition(" ")
+    if len(given) > 1 or scheme.lower() != "bearer" or not presented.strip():
+        raise InvalidApiKey("The Authorization header can't be read; send one, as 'Authorization: Bearer KEY'.")
+    return presented.strip()
 
 
 def can_be_rebound(host: str) -> bool:

@@ -12,7 +12,7 @@ from litestar.enums import HttpMethod
 from litestar.exceptions import HTTPException
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import completions, models
+from gateway.api import completions, messages, models, openai_responses, tokens
 from gateway.api.admin import admin_routes
 from gateway.api.alerts import alert_routes
 from gateway.api.metrics import RequestTelemetry, metrics, observed
@@ -30,6 +30,11 @@ from policy.limits.arithmetic import STANDING_HEADERS
 ROUTES = (
     completions.create_chat_completion,
     completions.create_completion,
+    openai_responses.create_response,
+    messages.create_message,
+    messages.count_message_tokens,
+    tokens.tokenize,
+    tokens.detokenize,
     models.list_models,
     models.retrieve_model,
     models.health,

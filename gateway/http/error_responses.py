@@ -8,14 +8,16 @@ from litestar import Request
 from litestar.exceptions import HTTPException
 from litestar.response import Response
 
+from gateway.interfaces.messages_answer import error_body as messages_error
 from gateway.request_record import record_of
 from gateway.wire.errors import APIError, ClientDisconnected, InvalidRequest, handle_unexpected
+
+_MESSAGES = "/v1/messages"
+"""Below it, errors have Anthropic's form."""
 
 _API = "The API is at /v1; see /schema/openapi.json."
 _CHAT_INSTEAD = "Use POST /v1/chat/completions"
 _INSTEAD = {
-    "/v1/responses": f"{_CHAT_INSTEAD}; most SDKs can be told to.",
-    "/v1/messages": f"{_CHAT_INSTEAD}: this gateway speaks OpenAI's API, not Anthropic's.",
     "/v1/embeddings": "This gateway generates text only: POST /v1/chat/completions and POST /v1/completions.",
     "/v1/edits": f"{_CHAT_INSTEAD}.",
     "/chat/completions": f"{_CHAT_INSTEAD}: base URLs end in /v1.",
@@ -28,8 +30,6 @@ _INSTEAD = {
     "/docs": "There is no page; the API is described by GET /schema/openapi.json.",
     "/redoc": "There is no page; the API is described by GET /schema/openapi.json.",
     "/version": "GET / tells the version.",
-    "/tokenize": "Tokens are counted in usage; POST /v1/decoding/explain counts a prompt's without answering it.",
-    "/detokenize": "Log probabilities hold the text of tokens.",
     "/tokenizer_info": "GET /v1/models tells the context length.",
 }
 """What there is instead of well-known routes of other servers."""
@@ -59,7 +59,8 @@ def handle_exception(request: Request[Any, Any, Any], error: Exception) -> Respo
     record = record_of(request.scope)
     record.status, record.error = told.status, told.code or told.type
     record.param = told.param or ""
-    return Response(content=told.body(), status_code=told.status, media_type="application/json", headers=told.headers)
+    body = messages_error(told) if request.url.path.startswith(_MESSAGES) else told.body()
+    return Response(content=body, status_code=told.status, media_type="application/json", headers=told.headers)
 
 
 def _as_told(request: Request[Any, Any, Any], error: Exception) -> APIError:

@@ -12,6 +12,7 @@ from backends.types import ChatTokenizer, Decoder, DecodingPlan, TokenGrammar
 from gateway.serving.results import ChoiceResult
 from gateway.serving.streaming import ChoiceWriter
 from gateway.wire.requests import GenerationFields
+from gateway.wire.structured import asked_format
 
 
 class Grammars(Protocol):
@@ -51,7 +52,7 @@ class Call(ABC):
     id_prefix: ClassVar[str]
     chunk_object: ClassVar[str]
     prompt_field: ClassVar[str]
-    continues: ClassVar[bool] = False
+    continues: bool = False
     """Whether an answer goes on from its prompt's text."""
     body: GenerationFields
     prompts: int
@@ -65,6 +66,10 @@ class Call(ABC):
     def sequences(self) -> int:
         """How many places the request needs."""
         return self.prompts * (self.body.n or 1)
+
+    def answer_format(self) -> GrammarSpec | None:
+        """What the answer must look like; None: free text. Raises :class:`InvalidRequest`."""
+        return asked_format(self.body, ignore_eos=bool(self.body.ignore_eos))
 
     @abstractmethod
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:

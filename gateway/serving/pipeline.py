@@ -22,7 +22,6 @@ from gateway.serving.state import GatewayState
 from gateway.wire.event_stream import EventStream
 from gateway.wire.hops import hops_of
 from gateway.wire.request_id import request_id_of
-from gateway.wire.structured import asked_format
 from gateway.wire.validation import requested_max_tokens, sampling_params
 from policy.decision import Decision
 from policy.records import DecisionRecord
@@ -112,7 +111,7 @@ class Attempt:
         """What contradicts itself is refused here, in our words, whichever backend would see it."""
         body = self.call.body
         sampling = sampling_params(body, self.backend.info, self.gateway.settings, self.call.logprobs)
-        return Parameters(sampling, requested_max_tokens(body), asked_format(body, ignore_eos=bool(body.ignore_eos)))
+        return Parameters(sampling, requested_max_tokens(body), self.call.answer_format())
 
     def _decide(self, prompts: Prompts, answer_id: str, *, own_places: int, dry: bool = False) -> Decided:
         """The policy's word, and the client's. ``dry``: only asked; nothing is remembered of it."""

@@ -8,18 +8,19 @@ from typing import Literal
 
 from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, TokenChunk
 from gateway.serving.generation import Generation
-from gateway.wire.responses import DecodingReport, FinishReasonOut, Usage
+from gateway.wire.responses import CompletionTokensDetails, DecodingReport, FinishReasonOut, Usage
 from telemetry.request import RequestRecord
 
 
 @dataclass(slots=True)
 class ChoiceResult:
-    """One sequence so far. ``texts`` and ``logprobs`` stay empty where the caller streams them on."""
+    """One sequence so far. ``chunks`` stays empty where the caller streams them on."""
 
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    chunks: list[TokenChunk] = field(default_factory=list)
     num_tokens: int = 0
     finish_reason: FinishReasonOut = "stop"
+    stop_reason: str | None = None
+    reasoning_tokens: int | None = None
     deadline_hit: bool = False
     stats: GenerationStats | None = None
 
@@ -30,16 +31,20 @@ class ChoiceResult:
             # OpenAI has no word for a deadline. The text is cut as by a limit, and the decoding report says by which.
             self.deadline_hit = chunk.finish_reason == "deadline"
             self.finish_reason = "stop" if chunk.finish_reason == "stop" else "length"
+            self.stop_reason = chunk.stop_match if isinstance(chunk.stop_match, str) else None
             self.stats = chunk.stats
 
     def keep(self, chunk: TokenChunk) -> None:
-        self.texts.append(chunk.text)
-        self.logprobs.extend(chunk.logprobs)
+        self.chunks.append(chunk)
         self.note(chunk)
 
     @property
     def text(self) -> str:
-        return "".join(self.texts)
+        return "".join([chunk.text for chunk in self.chunks])
+
+    @property
+    def logprobs(self) -> list[PositionLogprobs]:
+        return [each for chunk in self.chunks for each in chunk.logprobs]
 
 
 async def collect(generation: Generation, count: int) -> list[ChoiceResult]:
@@ -52,7 +57,9 @@ async def collect(generation: Generation, count: int) -> list[ChoiceResult]:
 
 def usage(prompt_tokens: int, results: Sequence[ChoiceResult]) -> Usage:
     completion_tokens = sum(result.num_tokens for result in results)
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+    thoughts = [result.reasoning_tokens for result in results if result.reasoning_tokens is not None]
+    details = CompletionTokensDetails(sum(thoughts)) if thoughts else None
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
 def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> DecodingReport:

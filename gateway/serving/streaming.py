@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -24,9 +24,11 @@ class ChoiceWriter(Protocol):
         """The inside of a choice's first event, if it has one of its own."""
         ...
 
-    def delta(self, chunk: TokenChunk) -> bytes: ...
+    def deltas(self, chunk: TokenChunk, result: ChoiceResult) -> Sequence[bytes]:
+        """What a chunk adds to the choice of ``result``, which may be nothing, or several events."""
+        ...
 
-    def finish(self, finish_reason: str) -> bytes: ...
+    def finish(self, result: ChoiceResult) -> bytes: ...
 
 
 class ChatChoiceWriter:
@@ -35,12 +37,14 @@ class ChatChoiceWriter:
     def opening(self) -> bytes:
         return b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
 
-    def delta(self, chunk: TokenChunk) -> bytes:
+    def deltas(self, chunk: TokenChunk, result: ChoiceResult) -> Sequence[bytes]:
+        if not (chunk.text or chunk.logprobs):
+            return ()
         logprobs = _encode(chat_logprobs(chunk.logprobs)) if chunk.logprobs else b"null"
-        return b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
+        return (b'"delta":{"content":%b},"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs),)
 
-    def finish(self, finish_reason: str) -> bytes:
-        return b'"delta":{},"logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+    def finish(self, result: ChoiceResult) -> bytes:
+        return b'"delta":{},"logprobs":null,%b' % ending(result)
 
 
 class CompletionChoiceWriter:
@@ -52,12 +56,18 @@ class CompletionChoiceWriter:
     def opening(self) -> None:
         return None
 
-    def delta(self, chunk: TokenChunk) -> bytes:
+    def deltas(self, chunk: TokenChunk, result: ChoiceResult) -> Sequence[bytes]:
+        if not (chunk.text or chunk.logprobs):
+            return ()
         logprobs = _encode(self._logprobs.write(chunk.logprobs)) if chunk.logprobs else b"null"
-        return b'"text":%b,"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs)
+        return (b'"text":%b,"logprobs":%b,"finish_reason":null' % (_encode(chunk.text), logprobs),)
 
-    def finish(self, finish_reason: str) -> bytes:
-        return b'"text":"","logprobs":null,"finish_reason":%b' % _encode(finish_reason)
+    def finish(self, result: ChoiceResult) -> bytes:
+        return b'"text":"","logprobs":null,%b' % ending(result)
+
+
+def ending(result: ChoiceResult) -> bytes:
+    return b'"finish_reason":%b,"stop_reason":%b' % (_encode(result.finish_reason), _encode(result.stop_reason))
 
 
 class StreamWriter:
@@ -99,11 +109,12 @@ class StreamWriter:
             if (opening := writer.opening()) is not None:
                 out = head + opening + self._closing()
         self._results[index].note(chunk)
+        deltas = writer.deltas(chunk, self._results[index])
         closing = self._closing()
-        if chunk.text or chunk.logprobs:
-            out += head + writer.delta(chunk) + closing
+        for delta in deltas:
+            out += head + delta + closing
         if chunk.finish_reason is not None:
-            finish = head + writer.finish(self._results[index].finish_reason)
+            finish = head + writer.finish(self._results[index])
             if not last or self._include_usage:
                 out += finish + closing
             else:

@@ -22,6 +22,7 @@ class ChoiceChunk(msgspec.Struct):
     text: str | None = None
     logprobs: msgspec.Raw = NULL
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 class _Event(msgspec.Struct):

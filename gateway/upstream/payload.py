@@ -13,6 +13,8 @@ from gateway.wire.structured import ResponseFormat
 _STANDARD = ("top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "max_tokens", "stop", "n")
 _CHAT = ("max_completion_tokens", "logprobs", "top_logprobs")
 _COMPLETION = ("logprobs",)
+_TEMPLATE_FIELDS = ("chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+_CHAT_ONLY = ("reasoning_effort", *_TEMPLATE_FIELDS)
 # What each extension asks for when it asks for nothing: not worth refusing a request over.
 _NEUTRAL: dict[str, Any] = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "ignore_eos": False}
 _NEUTRAL |= {"grammar": ""}
@@ -27,6 +29,8 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
     lacking = [name for name in _extensions(body) if name not in allowed]
     if dialect == "openai" and not isinstance(body, ChatCompletionRequest) and _wants_format(body):
         lacking.append("response_format")
+    if dialect == "openai" and isinstance(body, ChatCompletionRequest):
+        lacking += [name for name in _TEMPLATE_FIELDS if getattr(body, name) not in (None, {}, False)]
     if "decoding" not in allowed:
         lacking += [f"decoding.{name}" for name in decoding_wishes(body.decoding)]
     return tuple(lacking)
@@ -59,6 +63,8 @@ def payload(
     for name in (*_STANDARD, *(_CHAT if chat else _COMPLETION), *asked):
         if (value := getattr(body, name)) is not None:
             sent[name] = value
+    if isinstance(body, ChatCompletionRequest):
+        sent |= _chat_fields(body)
     if body.response_format is not None and _wants_format(body):
         sent["response_format"] = _response_format(body.response_format)
     if body.structured_outputs is not None:
@@ -67,6 +73,17 @@ def payload(
         options = msgspec.to_builtins(body.decoding)
         sent["decoding"] = {name: options[name] for name in wishes}
     return ("/chat/completions" if chat else "/completions"), sent
+
+
+def _chat_fields(body: ChatCompletionRequest) -> dict[str, Any]:
+    """What only chat has, as OpenAI and vLLM name it."""
+    found = {name: getattr(body, name) for name in _CHAT_ONLY if getattr(body, name) not in (None, {})}
+    if body.tools:
+        tools = [{"type": "function", "function": _without_nulls(each.function)} for each in body.tools]
+        found |= {"tools": tools, "tool_choice": body.tool_choice or "auto"}
+        if body.parallel_tool_calls is not None:
+            found["parallel_tool_calls"] = body.parallel_tool_calls
+    return found
 
 
 def tokens_of(characters: int) -> int:

@@ -118,12 +118,10 @@ class RelayWriter:
             inside = b'"delta":%b' % (bytes(choice.delta) if choice.delta != NULL else b"{}")
         else:
             inside = b'"text":%b' % _encode(choice.text or "")
-        return b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
-            choice.index,
-            inside,
-            bytes(choice.logprobs),
-            _encode(choice.finish_reason),
-        )
+        ending = b'"finish_reason":%b' % _encode(choice.finish_reason)
+        if choice.finish_reason is not None:
+            ending += b',"stop_reason":%b' % _encode(_stop_string(choice))
+        return b'{"index":%d,%b,"logprobs":%b,%b}' % (choice.index, inside, bytes(choice.logprobs), ending)
 
 
 async def relayed_events(
@@ -156,6 +154,7 @@ class GatheredChoice:
     fields: dict[str, Any] = field(default_factory=dict)
     logprobs: dict[str, Any] | None = None
     finish_reason: str = "length"
+    stop_reason: str | None = None
     text: list[str] = field(default_factory=list)
 
 
@@ -173,6 +172,7 @@ class Gathered:
             choice = self.choices[part.index]
             choice.text.append(part.text or "")
             choice.finish_reason = part.finish_reason or choice.finish_reason
+            choice.stop_reason = _stop_string(part) or choice.stop_reason
             if part.delta != NULL:
                 _merge(choice.fields, _object(part.delta))
             if part.logprobs != NULL:
@@ -188,9 +188,12 @@ class Gathered:
         choices = []
         for index, choice in enumerate(self.choices):
             message = {"role": "assistant", "content": "", "refusal": None, **_joined(choice.fields)}
+            for call in message.get("tool_calls") or ():
+                call.pop("index", None)
             answer = {"message": message} if chat else {"text": "".join(choice.text)}
             logprobs = None if choice.logprobs is None else _joined(choice.logprobs)
-            choices.append({"index": index, **answer, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+            ending = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+            choices.append({"index": index, **answer, "logprobs": logprobs, **ending})
         return _encode(
             {
                 "id": identity.id,
@@ -202,6 +205,11 @@ class Gathered:
                 "decoding": report,
             }
         )
+
+
+def _stop_string(choice: ChoiceChunk) -> str | None:
+    """vLLM names tokens that end an answer too, by their ids."""
+    return choice.stop_reason if isinstance(choice.stop_reason, str) else None
 
 
 def _object(raw: msgspec.Raw) -> dict[str, Any]:
@@ -218,10 +226,30 @@ def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
                 old.append(value)
             else:
                 into[name] = _Pieces([value])
+        elif name == "tool_calls" and isinstance(value, list):
+            into[name] = _merged_calls(old or [], value)
         elif isinstance(old, list) and not isinstance(old, _Pieces) and isinstance(value, list):
             old.extend(value)
         elif value is not None or old is None:
             into[name] = value
+
+
+def _merged_calls(calls: list[dict[str, Any]], more: list[Any]) -> list[dict[str, Any]]:
+    """Pieces of calls, put together by their index."""
+    found = {call["index"]: call for call in calls}
+    for piece in more:
+        if not isinstance(piece, dict):
+            continue
+        index = piece.get("index")
+        if not isinstance(index, int):
+            index = len(found)
+        call = found.setdefault(index, {"index": index, "type": "function", "function": {"name": "", "arguments": ""}})
+        if piece.get("id"):
+            call["id"] = piece["id"]
+        function = piece.get("function")
+        for name, value in function.items() if isinstance(function, dict) else ():
+            call["function"][name] = call["function"].get(name, "") + (value or "")
+    return [found[index] for index in sorted(found)]
 
 
 def _joined(fields: dict[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,20 @@ class _InOneLine:
         return in_one_line(await anext(self._events))
 
 
+class _Translated:
+    def __init__(self, events: AsyncIterator[Any], translate: Callable[[bytes], bytes]) -> None:
+        self._events = events
+        self._translate = translate
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self
+
+    async def __anext__(self) -> bytes:
+        while True:
+            if out := self._translate(await anext(self._events)):
+                return out
+
+
 class EventStream(ASGIStreamingResponse):
     """Litestar's streaming response (what its ``Stream`` sends), which also calls ``close`` whatever happens.
 
@@ -61,6 +75,10 @@ class EventStream(ASGIStreamingResponse):
             iterator=_InOneLine(iterator), headers=HEADERS, media_type="text/event-stream", status_code=200
         )
         self._close = close
+
+    def translated(self, translate: Callable[[bytes], bytes]) -> EventStream:
+        """The same stream in another API's events. ``translate`` gets whole events, and may answer with nothing."""
+        return EventStream(_Translated(aiter(self.iterator), translate), self._close)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:

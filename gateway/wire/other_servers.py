@@ -76,12 +76,10 @@ class OtherServersFields(RequestStruct, kw_only=True):
     t_max_predict_ms: Annotated[Any, no_op(0, why=_OFF, instead="use decoding.deadline_ms")] = None
     # The prompt.
     add_generation_prompt: Annotated[Any, no_op(True, why="an answer is always asked for")] = None
-    continue_final_message: Annotated[
-        Any, no_op(False, why="the last message is always closed", instead="use /v1/completions to continue a text")
-    ] = None
+    continue_final_message: Annotated[Any, no_op(False, why="a text is always continued", instead="send a chat")] = None
     chat_template: Annotated[Any, no_op(instead=_THE_TEMPLATE)] = None
     chat_template_kwargs: Annotated[Any, no_op({}, why="none", instead=_THE_TEMPLATE)] = None
-    enable_thinking: Annotated[Any, no_op(instead=_THE_TEMPLATE)] = None
+    enable_thinking: Annotated[Any, no_op(instead="use chat_template_kwargs")] = None
     documents: Annotated[Any, no_op([], why="none", instead="put them into a message")] = None
     mm_processor_kwargs: Annotated[Any, no_op({}, why="none")] = None
     system: Annotated[Any, no_op(instead="send a message of role system")] = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 from backends.types import ChatTokenizer, ModelInfo, NoChatTemplate, PromptTooLong
@@ -52,11 +52,11 @@ def split_prompts(body: CompletionRequest) -> list[Prompt]:
     return [_not_empty(ids, f"prompt[{i}]") for i, ids in enumerate(lists)]
 
 
-def refuse_unknown_ids(prompts: list[Prompt], vocab_size: int) -> None:
+def refuse_unknown_ids(prompts: list[Prompt], vocab_size: int, field: str = "prompt") -> None:
     """Raises :class:`InvalidRequest` for a token id that the model doesn't know."""
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, list) and max(prompt) >= vocab_size:
-            param = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            param = field if len(prompts) == 1 else f"{field}[{i}]"
             raise InvalidRequest(
                 f"'{param}' has token id {max(prompt)}, but the vocabulary ends at {vocab_size - 1}.", param=param
             )
@@ -69,16 +69,26 @@ def _not_empty(ids: list[int], param: str) -> list[int]:
 
 
 async def encode_messages(
-    tokenizer: ChatTokenizer, messages: list[dict[str, str]], inline_chars: int, info: ModelInfo
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    inline_chars: int,
+    info: ModelInfo,
+    variables: Mapping[str, Any] | None = None,
+    *,
+    continues: bool = False,
 ) -> tuple[int, ...]:
-    """Apply the chat template. Much text, or many messages, are a thread's work, so that they hold up nobody's stream.
+    """Apply the chat template, with ``variables`` for it to read. ``continues``: the last message is left open, and the
+    answer goes on from it. Much text, or many messages, are a thread's work, so that they hold up nobody's stream.
 
     Raises :class:`InvalidRequest` for messages that the template refuses, or that can't fit the model's context.
     """
-    chars = sum(len(message["content"]) for message in messages)
+    more: dict[str, Any] = {"variables": variables} if variables else {}
+    if continues:
+        more["continues"] = True
+    chars = sum(len(message["content"]) for message in messages) + (len(str(variables)) if variables else 0)
     small = chars <= inline_chars and len(messages) * _MESSAGE_CHARS <= max(inline_chars, _MESSAGE_CHARS)
     try:
-        ids = await _run(small, tokenizer.encode_chat, messages, info.max_model_len - 1)
+        ids = await _run(small, partial(tokenizer.encode_chat, messages, info.max_model_len - 1, **more))
     except PromptTooLong as error:
         raise _does_not_fit(error, info, "messages") from None
     except NoChatTemplate:

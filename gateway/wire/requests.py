@@ -15,6 +15,7 @@ from msgspec import Meta, field
 from backends.tree import MAX_DEPTH, MAX_NODES
 from gateway.wire.no_op import RequestStruct, no_op
 from gateway.wire.structured import StructuredFields
+from gateway.wire.tools import MAX_TOOLS, CallId, NamedTool, Tool, ToolCall
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 INT32_MAX = 2**31 - 1
@@ -94,19 +95,22 @@ class ChatMessage(RequestStruct):
 
     An assistant's turn is taken back as any server gave it out: its ``content`` may be null or missing, and then its
     ``refusal``, if any, is what was said. What else servers add to it (``reasoning_content``, ``annotations``, ``id``,
-    fields of their own) is accepted and not read; the fields below that are refused would change the answer.
+    fields of their own) is accepted and not read; the fields below that are refused would change the answer. Thoughts
+    (``reasoning_content``) are shown to templates that know them. A tool's message says which call it answers.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: SpeakerName | None = None
     refusal: Any = None
     cache_control: Any = None
-    tool_calls: Annotated[Any, no_op([], why="none", instead="say in content what the tools said")] = None
-    function_call: Annotated[Any, no_op(instead="say in content what the function said")] = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: CallId | None = None
+    reasoning_content: Any = None
+    function_call: Annotated[Any, no_op(instead="send tool_calls")] = None
     audio: Annotated[Any, no_op(instead="put its transcript into content")] = None
-    prefix: Annotated[Any, no_op(False, why="the last message is always closed")] = None
-    partial: Annotated[Any, no_op(False, why="the last message is always closed")] = None
+    prefix: Annotated[Any, no_op(False, instead="send continue_final_message")] = None
+    partial: Annotated[Any, no_op(False, instead="send continue_final_message")] = None
 
     def __post_init__(self) -> None:
         """What is raised here reaches the client as if msgspec itself had found it."""
@@ -119,6 +123,11 @@ class ChatMessage(RequestStruct):
             raise ValueError("In `content`: Expected `array` of length >= 1")
         elif self.refusal is not None:
             raise ValueError("In `refusal`: only an assistant's message has it")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("Object missing required field `tool_call_id`")
+        for name, role in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) and self.role != role:
+                raise ValueError(f"In `{name}`: only a message of role {role} has it")
 
     @property
     def text(self) -> str:
@@ -126,7 +135,7 @@ class ChatMessage(RequestStruct):
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
 
 
-GIVEN_OUT = frozenset({"id", "reasoning", "reasoning_content", "reasoning_details", "annotations"})
+GIVEN_OUT = frozenset({"id", "reasoning", "reasoning_details", "annotations"})
 """Fields of assistant messages that many servers give out: accepted and not read, even where ``content`` is missing."""
 THOUGHTS = frozenset({"thinking", "redacted_thinking", "reasoning"})
 """Types of parts of an assistant's content that are left out, as ``reasoning_content`` is."""
@@ -173,16 +182,22 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", None] = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    # Of other servers, where chat differs from text: thoughts are told apart from the answer.
+    separate_reasoning: Annotated[Any, no_op(True, why="thoughts are in reasoning_content")] = None
+    reasoning_format: Annotated[Any, no_op("auto", "deepseek", why="thoughts are in reasoning_content")] = None
     # Fields of OpenAI's that are not honoured.
-    tools: Annotated[Any, no_op([])] = None
-    tool_choice: Annotated[Any, no_op("none", "auto", why="there are no tools")] = None
-    parallel_tool_calls: Annotated[Any, no_op(True)] = None
     functions: Annotated[Any, no_op([])] = None
     function_call: Annotated[Any, no_op("none", "auto", why="there are no tools")] = None
     modalities: Annotated[Any, no_op(["text"])] = None
     audio: Annotated[Any, no_op()] = None
     prediction: Annotated[Any, no_op()] = None
-    reasoning_effort: Annotated[Any, no_op("none", why="none is asked for")] = None
     verbosity: Annotated[Any, no_op()] = None
     web_search_options: Annotated[Any, no_op()] = None
     prompt_cache_retention: Annotated[Any, no_op()] = None

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct, field
+from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-FinishReasonOut = Literal["stop", "length"]
+FinishReasonOut = Literal["stop", "length", "tool_calls"]
 
 
-class Usage(Struct):
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
+class Usage(Struct, omit_defaults=True):
+    """``completion_tokens_details``: of models that think."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class DecodingReport(Struct):
@@ -84,17 +91,36 @@ class CompletionLogprobs(Struct):
     text_offset: list[int]
 
 
+class FunctionOut(Struct):
+    name: str
+    arguments: str
+
+
+class ToolCallOut(Struct):
+    id: str
+    function: FunctionOut
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(Struct):
-    content: str
+    """``content`` is null where the answer is calls of tools only; ``tool_calls`` and ``reasoning_content`` are there
+    where the answer has them."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallOut] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
+    """``stop_reason``, an extension that vLLM has too: the stop string that ended the answer."""
+
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReasonOut
+    stop_reason: str | None = None
 
 
 class ChatCompletion(Struct):
@@ -112,6 +138,7 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReasonOut
+    stop_reason: str | None = None
 
 
 class Completion(Struct):

@@ -11,8 +11,9 @@ import codecs
 import hashlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from backends.types import (
     DecodeCounters,
@@ -32,7 +33,7 @@ from backends.types import (
 from policy.statistics.counters import add_counters
 
 EOS = 256
-ROLE_IDS = {"system": 257, "user": 258, "assistant": 259}
+ROLE_IDS = {"system": 257, "user": 258, "assistant": 259, "tool": 258}
 VOCAB_SIZE = 260
 WORDS = ("the", "a", "cat", "dog", "runs", "over", "lazy", "quick", "fox", "été", "naïve", "jumps", "🙂", "far", "away")
 PATIENCE_S = 60.0
@@ -40,25 +41,38 @@ PATIENCE_S = 60.0
 
 
 class FakeTokenizer:
-    """One token per UTF-8 byte, and one per role in a chat."""
+    """One token per UTF-8 byte, and one per role in a chat. Its template reads messages only."""
+
+    chat_template = None
+    template_variables = frozenset[str]()
 
     def __init__(self) -> None:
         self.threads: list[int] = []
+
+    def id_of(self, token: str) -> int | None:
+        return None
 
     def encode(self, text: str, most_tokens: int | None = None) -> list[int]:
         self.threads.append(threading.get_ident())
         return list(text.encode("utf-8"))
 
-    def encode_chat(self, messages: list[dict[str, str]], most_tokens: int | None = None) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        most_tokens: int | None = None,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        continues: bool = False,
+    ) -> list[int]:
         """A template that, like some real ones, takes a system message only at the start."""
         ids: list[int] = []
         for position, message in enumerate(messages):
             if message["role"] == "system" and position > 0:
                 raise ValueError("a system message must come first")
             ids += [ROLE_IDS[message["role"]], *self.encode(message["content"])]
-        return [*ids, ROLE_IDS["assistant"]]
+        return ids if continues else [*ids, ROLE_IDS["assistant"]]
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < EOS).decode("utf-8", errors="replace")
 
 

@@ -85,6 +85,23 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": "x", **fields}]}
 
 
+CALL: dict[str, Any] = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+TYPE_OF_IT = "tools[0].function.parameters.type"
+
+
+def called(arguments: str) -> dict[str, Any]:
+    function = {"name": "look", "arguments": arguments}
+    return message(role="assistant", tool_calls=[{**CALL, "function": function}])
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "look", **fields}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 def decoding(**fields: Any) -> dict[str, Any]:
     return {"decoding": fields}
 
@@ -158,7 +175,17 @@ ROWS = [
         "no content", {"messages": [{"role": "user"}]}, "required", "messages[0].content", "missing_required_parameter"
     ),
     chat(
-        "tool role", message(role="tool"), "one of: assistant, developer, system, user; got 'tool'", "messages[1].role"
+        "a tool's message that answers no call",
+        message(role="tool"),
+        "is required",
+        "messages[1].tool_call_id",
+        "missing_required_parameter",
+    ),
+    chat(
+        "no such role",
+        message(role="robot"),
+        "one of: assistant, developer, system, tool, user; got 'robot'",
+        "messages[1].role",
     ),
     chat("null content", message(content=None), "required", "messages[1].content", "missing_required_parameter"),
     chat("content of the wrong type", message(content=5), "not an integer", "messages[1].content", TYPE),
@@ -203,7 +230,51 @@ ROWS = [
         "unknown_parameter",
     ),
     chat(
-        "tool calls sent back", message(tool_calls=[{"id": "x"}]), "(only [] is", "messages[1].tool_calls", UNSUPPORTED
+        "a call of no function",
+        message(role="assistant", tool_calls=[{"id": "x"}]),
+        "is required",
+        "messages[1].tool_calls[0].function",
+        "missing_required_parameter",
+    ),
+    chat(
+        "a user's calls",
+        message(tool_calls=[CALL]),
+        "only a message of role assistant has it",
+        "messages[1].tool_calls",
+    ),
+    chat(
+        "a user's result", message(tool_call_id="a"), "only a message of role tool has it", "messages[1].tool_call_id"
+    ),
+    chat(
+        "a call whose arguments aren't JSON",
+        called("{'a': 1}"),
+        "must be a JSON object as text",
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    chat(
+        "a call whose arguments are no object",
+        called("[1]"),
+        "must be a JSON object as text",
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    chat(
+        "a call whose arguments are nested too deeply",
+        called("[" * 9000),
+        "must be a JSON object as text",
+        "messages[1].tool_calls[0].function.arguments",
+    ),
+    chat(
+        "a result without its call",
+        message(role="tool", tool_call_id="call_1"),
+        "is 'call_1', but no message before it calls a tool by that id",
+        "messages[1].tool_call_id",
+    ),
+    chat(
+        "a function call of old",
+        message(function_call={"name": "f"}),
+        "send tool_calls",
+        "messages[1].function_call",
+        UNSUPPORTED,
     ),
     chat(
         "messages that the template refuses",
@@ -211,9 +282,88 @@ ROWS = [
         "chat template refuses these messages: a system message must come first",
         "messages",
     ),
+    # Tools, thoughts, and messages that are continued.
+    chat(
+        "a tool without a function",
+        {"tools": [{"type": "function"}]},
+        "is required",
+        "tools[0].function",
+        "missing_required_parameter",
+    ),
+    chat("a tool of another kind", {"tools": [{"type": "web_search"}]}, "one of: function", "tools[0].type"),
+    chat("a tool's name", {"tools": [tool(name="a b")]}, "may hold letters, digits", "tools[0].function.name"),
+    chat("tools beyond count", {"tools": [tool(name=f"t{i}") for i in range(129)]}, "of length <= 128", "tools"),
+    chat(
+        "a tool named twice",
+        {"tools": [tool(), tool()]},
+        "'look', which another tool has",
+        "tools[1].function.name",
+    ),
+    chat("a tool that takes a list", {"tools": [tool(parameters={"type": "array"})]}, "must be object", TYPE_OF_IT),
+    chat("a choice without tools", {"tool_choice": "required"}, "there are no 'tools'", "tool_choice"),
+    chat("a choice of no tool", {"tools": [tool()], "tool_choice": named("see")}, "none of 'tools'", "tool_choice"),
+    chat("a choice that is none", {"tools": [tool()], "tool_choice": "any"}, "auto, none, required", "tool_choice"),
+    chat(
+        "parameters that can't be enforced",
+        {"tools": [tool(), tool(name="see", parameters={"not": {}})], "tool_choice": named("see")},
+        "is a keyword that can't be enforced",
+        "tools[1].function.parameters.not",
+        UNSUPPORTED,
+    ),
+    chat(
+        "parameters that refer to nothing",
+        {"tools": [tool(parameters={"properties": {"a": {"$ref": "#/$defs/b"}}})], "tool_choice": "required"},
+        "no schema of this document is there",
+        "tools[0].function.parameters.properties.a.$ref",
+    ),
+    chat(
+        "a format beside tools",
+        {"tools": [tool()], "response_format": {"type": "json_object"}},
+        "both say what the answer must look like",
+        "response_format",
+    ),
+    chat(
+        "a call without an end",
+        {"tools": [tool()], "tool_choice": "required", "ignore_eos": True},
+        "would write on after the call",
+        "ignore_eos",
+    ),
+    chat(
+        "a template's variable that it lacks",
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        "reads no such name",
+        "chat_template_kwargs.enable_thinking",
+        UNSUPPORTED,
+    ),
+    chat(
+        "a template's variable of its own field",
+        {"chat_template_kwargs": {"messages": []}},
+        "has a field of its own",
+        "chat_template_kwargs.messages",
+        UNSUPPORTED,
+    ),
+    chat("no effort", {"reasoning_effort": "little"}, "must be one of", "reasoning_effort"),
+    chat(
+        "a user's message to go on from",
+        {"continue_final_message": True},
+        "it must be the assistant's, with text",
+        "continue_final_message",
+    ),
+    chat(
+        "a call to go on from",
+        {"continue_final_message": True, **called("{}")},
+        "it must be the assistant's, with text",
+        "continue_final_message",
+    ),
+    chat(
+        "a message that begins and goes on",
+        {"continue_final_message": True, "add_generation_prompt": True, **message(role="assistant")},
+        "send one of them",
+        "add_generation_prompt",
+    ),
+    chat("no beginning", {"add_generation_prompt": False}, "without continue", "add_generation_prompt", UNSUPPORTED),
+    text("tools of text", {"tools": [tool()]}, "a field of POST /v1/chat/completions", "tools", "unknown_parameter"),
     # Fields of OpenAI's that are not honoured.
-    chat("tools", {"tools": [{"type": "function"}]}, "'tools' is not supported by this gateway", "tools", UNSUPPORTED),
-    chat("tool_choice", {"tool_choice": "required"}, 'only "none" or "auto" is', "tool_choice", UNSUPPORTED),
     chat("functions", {"functions": [{"name": "f"}]}, "'functions' is not supported", "functions", UNSUPPORTED),
     # What the answer must look like.
     chat(
@@ -303,7 +453,6 @@ ROWS = [
     chat("store", {"store": True}, "only false is accepted", "store", UNSUPPORTED),
     chat("store that equals False but isn't", {"store": 0}, "only false is accepted", "store", UNSUPPORTED),
     chat("service tier", {"service_tier": "flex"}, "is not supported", "service_tier", UNSUPPORTED),
-    chat("parallel tool calls", {"parallel_tool_calls": False}, "not supported", "parallel_tool_calls", UNSUPPORTED),
     text("echo", {"echo": True}, "'echo' is not supported", "echo", UNSUPPORTED),
     text("suffix", {"suffix": "end"}, "'suffix' is not supported", "suffix", UNSUPPORTED),
     text("best_of", {"best_of": 3}, "'best_of' other than n is not supported", "best_of", UNSUPPORTED),
@@ -467,9 +616,7 @@ ROWS = [
         404,
         "not_found",
     ),
-    Row("a later API", "/v1/responses", {}, "Use POST /v1/chat/completions", None, 404, "not_found"),
-    Row("another's API", "/v1/messages", {}, "not Anthropic's", None, 404, "not_found"),
-    Row("another's route", "/tokenize", {}, "POST /v1/decoding/explain", None, 404, "not_found"),
+    Row("another's API", "/api/chat", {}, "not Ollama's own", None, 404, "not_found"),
     Row("a base URL without /v1", "/chat/completions", {}, "base URLs end in /v1", None, 404, "not_found"),
     Row("a route of nobody's", "/v1/nothing", {}, "see /schema/openapi.json", None, 404, "not_found"),
     Row("wrong verb", "/v1/models", {}, "POST is not allowed on /v1/models", None, 405, "method_not_allowed"),
@@ -555,6 +702,10 @@ NO_OPS: list[tuple[str, dict[str, Any]]] = [
         CHAT,
         {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "annotations": []}]},
     ),
+    (CHAT, {"tools": [tool()], "tool_choice": "none", "response_format": {"type": "json_object"}, "max_tokens": 4}),
+    (CHAT, {"tools": [tool(description="looks", parameters={}, strict=True)], "parallel_tool_calls": False}),
+    (CHAT, {"chat_template_kwargs": {}, "reasoning_effort": "none", "add_generation_prompt": True}),
+    (CHAT, {"continue_final_message": False, "messages": [{"role": "assistant", "content": "x"}]}),
     (CHAT, {"logprobs": False, "top_logprobs": 0}),
     (CHAT, {"logprobs": None, "top_logprobs": 0}),
     (CHAT, {"top_logprobs": 0}),

@@ -79,7 +79,7 @@ def test_openapi_describes_what_is_checked() -> None:
     schema = document["components"]["schemas"]["ChatCompletionRequest"]
     assert schema["additionalProperties"]["type"] == "null"
     assert schema["properties"]["model"]["enum"] == ["a", "b"]
-    assert schema["properties"]["tools"]["enum"] == [None, []]
+    assert schema["properties"]["functions"]["enum"] == [None, []]
     assert {"type": "number", "minimum": 0, "maximum": 2} in schema["properties"]["temperature"]["anyOf"]
 
 

@@ -33,6 +33,17 @@ JSON = st.recursive(
 )
 
 
+BODIES = [
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/tokenize",
+    "/detokenize",
+]
+
+
 @pytest.fixture(scope="module")
 def gateway() -> Iterator[LiveGateway]:
     with running_gateway() as live:
@@ -45,9 +56,9 @@ def schema(gateway: LiveGateway) -> Any:
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", BODIES)
 def test_generated_bodies(schema: Any, path: str, mode: GenerationMode) -> None:
-    @BOUNDED
+    @settings(BOUNDED, max_examples=150 if path in BODIES[:2] else 50)
     @given(case=schema[path]["POST"].as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
         case.call_and_validate(excluded_checks=[positive_data_acceptance])
@@ -65,7 +76,7 @@ def test_generated_reads(schema: Any, path: str) -> None:
     run()
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", BODIES)
 def test_noise(gateway: LiveGateway, path: str) -> None:
     """Bytes that no schema leads to, and a good request with one field replaced by anything at all."""
     good: dict[str, Any] = {"model": "fake-model"}
