@@ -65,7 +65,7 @@ def pack_groups(weight: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_groups(packed: torch.Tensor, k: int) -> torch.Tensor:
-    """The weights that :func:`pack_groups` has made of [N, K], with the zero rows that it has added: [N', K] float32."""
+    """The weights that :func:`pack_groups` has made of [N, K], with its zero rows: [N', K] float32."""
     parts, at = [], 0
     for begin in range(0, k, GROUP):
         size = min(GROUP, k - begin)
