@@ -38,7 +38,7 @@ from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import torch_has_quick_bf16
 from backends.runners.hf import HfRunner
 from backends.runners.native.bindings import NativeUnavailable, load_library
-from backends.runners.native.runner import SUPPORTED, NativeRunner
+from backends.runners.native.runner import SUPPORTED, NativeRunner, unsupported_reason
 from backends.runners.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
 from backends.speculation.batch_gate import DraftGate
 from backends.types import ModelInfo
@@ -104,7 +104,7 @@ def _kernels_ahead(options: EngineOptions) -> Iterator[None]:
         with contextlib.suppress(NativeUnavailable):
             load_library()
 
-    wanted = options.runner != "transformers" and options.quantize is None and _device(options.device).type == "cpu"
+    wanted = options.runner != "transformers" and options.quantize != "int4" and _device(options.device).type == "cpu"
     compiling = threading.Thread(target=compile_them if wanted else lambda: None, name="kernels", daemon=True)
     compiling.start()
     yield
@@ -187,10 +187,27 @@ def _tiny_parts(options: EngineOptions, dtype: torch.dtype) -> ModelParts:
 
 
 def _quantize(model: Any, options: EngineOptions) -> None:
-    if options.quantize is not None:
-        if options.runner == "native":
-            raise QuantizationError("the native runner runs no quantised weights; leave --runner native out")
-        quantize(model, options.quantize)  # type: ignore[arg-type]
+    """Through torchao, unless the kernels do it when they pack the weights."""
+    if options.quantize is None or _why_not_in_kernels(options, model) is None:
+        return
+    if options.runner == "native" and options.quantize == "int4":
+        raise QuantizationError("the native runner runs no int4 weights; leave --runner native out")
+    quantize(model, options.quantize)  # type: ignore[arg-type]
+
+
+def _why_not_in_kernels(options: EngineOptions, model: Any) -> str | None:
+    """Why the native runner is not what runs a model with these options; None: it is."""
+    if options.runner == "transformers":
+        return "the transformers runner is asked for"
+    if options.quantize == "int4":
+        return "int4 weights"
+    if model.device.type != "cpu":
+        return "it runs on the CPU only"
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        return str(error)
+    return unsupported_reason(model)
 
 
 def build_core(
@@ -275,16 +292,14 @@ def torch_resting(runner: ModelRunner) -> Iterator[None]:
 
 def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> NativeRunner | HfRunner:
     sizes = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
-    plain = options.quantize is None and checkpoint_method(model.config) is None
-    if plain and options.runner != "transformers" and model.device.type == "cpu":
-        try:
-            return NativeRunner(model, threads=options.threads, **sizes)
-        except NativeUnavailable as error:
-            if options.runner == "native":
-                raise ValueError(f"the native runner can't run this model here: {error}") from error
-            log.warning("no C kernels here (%s): torch operations run the model, %s", error, _WITHOUT_KERNELS)
-    elif options.runner == "native":
-        raise ValueError("the native runner runs on the CPU only")
+    reason = _why_not_in_kernels(options, model)
+    if reason is None:
+        return NativeRunner(model, threads=options.threads, int8=options.quantize == "int8", **sizes)
+    if options.runner == "native":
+        raise ValueError(f"the native runner can't run this model here: {reason}")
+    plain = options.quantize != "int4" and checkpoint_method(model.config) is None
+    if options.runner == "auto" and model.device.type == "cpu" and plain:
+        log.warning("no C kernels here (%s): torch operations run the model, %s", reason, _WITHOUT_KERNELS)
     if model.device.type == "cuda":
         log.warning(
             "exactness on CUDA is not proven on this machine; run: medusa-gateway verify-lossless --device cuda"
@@ -333,7 +348,7 @@ def _dtype(options: EngineOptions, device: torch.device, model_type: str) -> tor
 
 def _runs_in_kernels(options: EngineOptions, model_type: str) -> bool:
     """As far as it is known before the weights are loaded."""
-    if options.runner == "transformers" or options.quantize is not None or model_type not in SUPPORTED:
+    if options.runner == "transformers" or options.quantize == "int4" or model_type not in SUPPORTED:
         return False
     try:
         load_library()

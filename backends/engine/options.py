@@ -80,7 +80,7 @@ class EngineOptions:
     quantize: str | None = _option(
         None,
         About(
-            "weights of the linear layers, through torchao (int4: with --dtype bfloat16); default: as they are",
+            "weights of the linear layers (int4: with --dtype bfloat16); default: as they are",
             "--quantize",
             choices=("int8", "int4"),
         ),

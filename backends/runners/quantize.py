@@ -1,5 +1,7 @@
 """Weight-only quantisation of a backbone through torchao; checkpoints that come quantised.
 
+What the C kernels run in int8 they round themselves (:mod:`backends.runners.native.packing`).
+
 Linear layers of the blocks are quantised; embeddings, ``lm_head`` and the heads keep the model's floating-point type.
 Exactness is then against the quantised model's own vanilla decoding. torchao's kernels were measured on a CPU with
 avx512: int8 (eager, ``mm`` on converted weights) gives the same row in any multiple of 4 rows, which is what

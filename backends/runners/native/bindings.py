@@ -26,6 +26,7 @@ import platformdirs
 
 from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import CPU_VARIABLE, asked_variant
+from backends.runners.native.packing import GROUP
 from backends.tree import MAX_DEPTH, MAX_RANKS
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ SOURCES = (
     "follow.h",
     "transformer.h",
     "linear.h",
+    "weights8.h",
     "attention.h",
     "int8.h",
     "simd.h",
@@ -109,6 +111,7 @@ class Model(ctypes.Structure):
                 "head_dim",
                 "intermediate",
                 "is_bf16",
+                "is_int8",
                 "vocab",
                 "max_context",
             )
@@ -167,7 +170,7 @@ class _Entry(ctypes.Structure):
 # By structure and field: offset and size; field "" is the whole structure, structure "" a limit that both sides know.
 Layout = Mapping[tuple[str, str], tuple[int, int]]
 _STRUCTURES = {"mg_layer": Layer, "mg_model": Model, "mg_int8": Int8Layer, "mg_heads": Heads, "mg_follow": Follow}
-_LIMITS = {"LANES": PAGE_SIZE, "MAX_RANKS": MAX_RANKS, "MAX_DEPTH": MAX_DEPTH}
+_LIMITS = {"LANES": PAGE_SIZE, "MAX_RANKS": MAX_RANKS, "MAX_DEPTH": MAX_DEPTH, "GROUP8": GROUP}
 
 
 def our_layout() -> dict[tuple[str, str], tuple[int, int]]:
@@ -344,7 +347,7 @@ def _declare(kernels: Kernels) -> None:
     declare("mg_workspace_new", c_void_p, POINTER(Model), c_int, c_int)
     declare("mg_workspace_free", None, c_void_p)
     declare("mg_forward", fault, pool, POINTER(Model), array, array, c_void_p, matrix)
-    declare("mg_project", fault, pool, c_int, matrix, c_int, c_int, c_void_p, c_int, matrix)
+    declare("mg_project", fault, pool, c_int, c_int, matrix, c_int, c_int, c_void_p, c_int, matrix)
     declare("mg_copy_slots", fault, POINTER(Model), array, array, c_int)
     declare("mg_heads_logits", fault, pool, POINTER(Heads), matrix, matrix, c_int, matrix)
     declare("mg_heads_follow", fault, pool, POINTER(Heads), POINTER(Follow), matrix, c_int, c_int)

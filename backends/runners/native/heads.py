@@ -61,10 +61,12 @@ class NativeHeads:
                 "draft_lm_head8": self._int8(self._draft_rows()),
             }
         else:
+            # The backbone's own operand where it holds the draft vocabulary as these layers take it.
+            shared = ids is None and not runner.int8
             layers = {
                 "up": self._keep(pack(up.to(runner.dtype))),
                 "down": self._keep(torch.stack([pack(weight.to(runner.dtype)) for weight in down])),
-                "draft_lm_head": runner.lm_head.data_ptr() if ids is None else self._keep(pack(self._draft_rows())),
+                "draft_lm_head": runner.lm_head.data_ptr() if shared else self._keep(pack(self._draft_rows())),
             }
         self._struct = lib.Heads(
             heads=self.num_heads,
@@ -83,9 +85,8 @@ class NativeHeads:
         )
 
     def _draft_rows(self) -> torch.Tensor:
-        """Rows of ``lm_head`` [V', H], taken back out of the packed operand [units, K / step, 16, step]."""
-        rows = self._runner.lm_head.permute(0, 2, 1, 3).reshape(-1, self._runner.hidden_size)
-        return rows[torch.from_numpy(self._draft_ids).long()]
+        """Rows of ``lm_head`` [V', H]."""
+        return self._runner.lm_head_rows(torch.from_numpy(self._draft_ids).long())
 
     def _keep(self, weight: torch.Tensor) -> int:
         kept = self._runner.arena.keep(weight)

@@ -22,7 +22,7 @@ from backends.runners.native import bindings as lib
 from backends.runners.native.arena import WeightArena, zeros
 from backends.runners.native.checked import address_of, matrix_of, refuse, values_of
 from backends.runners.native.heads import NativeHeads, why_not_in_kernels
-from backends.runners.native.packing import LANES, pack
+from backends.runners.native.packing import LANES, pack, pack_groups, unpack, unpack_groups
 from backends.runners.torch_heads import heads_in_torch
 from backends.sampling.rows import RowSampling
 
@@ -72,14 +72,24 @@ class NativeRunner:
     arrays of the standard library.
 
     What :class:`backends.runners.native.heads.NativeHeads` shares with it: ``library`` (the bound kernels),
-    ``thread_pool`` (their threads), ``embeddings`` [V, H], ``lm_head`` (packed: see :func:`pack`) and ``arena`` (where
-    further weights are kept).
+    ``thread_pool`` (their threads), ``embeddings`` [V, H], ``lm_head`` (packed: :func:`pack` or :func:`pack_groups`),
+    :meth:`lm_head_rows` and ``arena`` (where further weights are kept).
+
+    ``int8``: linear layers and ``lm_head`` in eight bits, in groups (:func:`pack_groups`); embeddings, activations,
+    keys and values in the model's dtype.
     """
 
     kind = "native"
 
     def __init__(
-        self, model: Any, *, num_pages: int, max_rows: int, max_context: int, threads: int | None = None
+        self,
+        model: Any,
+        *,
+        num_pages: int,
+        max_rows: int,
+        max_context: int,
+        threads: int | None = None,
+        int8: bool = False,
     ) -> None:
         reason = unsupported_reason(model)
         if reason:
@@ -93,7 +103,7 @@ class NativeRunner:
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = config.vocab_size
         self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
-        self._is_bf16 = int(self.dtype == torch.bfloat16)
+        self._is_bf16, self.int8 = int(self.dtype == torch.bfloat16), int8
         self._kept: list[torch.Tensor] = []  # tensors that C structures point into
         self.arena = WeightArena()
         head_dim, kv_heads = _head_dim(config), config.num_key_value_heads
@@ -118,6 +128,7 @@ class NativeRunner:
             head_dim=head_dim,
             intermediate=config.intermediate_size,
             is_bf16=self._is_bf16,
+            is_int8=int8,
             vocab=self.vocab_size,
             max_context=max_context,
             eps=config.rms_norm_eps,
@@ -166,6 +177,7 @@ class NativeRunner:
             self.library.mg_project(
                 self.thread_pool,
                 self._is_bf16,
+                self.int8,
                 address,
                 count,
                 self.hidden_size,
@@ -228,6 +240,11 @@ class NativeRunner:
     def embed(self, token_ids: list[int]) -> torch.Tensor:
         return self.embeddings[token_ids]
 
+    def lm_head_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """``lm_head`` of some tokens [n, H], taken back out of the packed operand."""
+        rows = unpack_groups(self.lm_head, self.hidden_size) if self.int8 else unpack(self.lm_head)
+        return rows[ids].to(self.dtype)
+
     def bind_heads(self, heads: MedusaHeads | ResidualHeads) -> HeadsRunner:
         if isinstance(heads, ResidualHeads):
             return heads_in_torch(self, heads)
@@ -241,7 +258,7 @@ class NativeRunner:
         """The kernels' operand of a weight matrix, in the arena."""
         weight = weight.detach()
         address_of(name, weight.contiguous(), (rows, columns), self.dtype)
-        return self.arena.keep(pack(weight))
+        return self.arena.keep(pack_groups(weight) if self.int8 else pack(weight))
 
     def _float(self, name: str, tensor: torch.Tensor, *shape: int) -> int:
         kept = tensor.detach().to(torch.float32).contiguous()

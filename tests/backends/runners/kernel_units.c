@@ -17,7 +17,7 @@ typedef struct {
     mg_epilogue epilogue;
     const void *x, *weights;
     long ldx, lda;
-    int rows, k_size, units;
+    int is_int8, rows, k_size, units;
     const float *bias;
     float *out;
     void *act, *room;
@@ -40,23 +40,24 @@ static void from_operands(const float *x, long n, bf16 *out) { (void)x, (void)n,
 static void linear_member_bf16(mg_member *member, void *arguments) {
     const linear_job *job = arguments;
     const void *x = operands_bf16(member, job->x, (job->rows - 1) * job->ldx + job->k_size, job->room);
-    linear_bf16(member, job->epilogue, x, job->ldx, job->rows, job->k_size, job->weights, job->units, job->bias,
-                job->out, (long)job->units * LANES, job->act, job->lda);
+    linear_bf16(member, job->epilogue, x, job->ldx, job->rows, job->k_size, job->weights, job->is_int8, job->units,
+                job->bias, job->out, (long)job->units * LANES, job->act, job->lda);
 }
 
 static void linear_member_f32(mg_member *member, void *arguments) {
     const linear_job *job = arguments;
-    linear_f32(member, job->epilogue, job->x, job->ldx, job->rows, job->k_size, job->weights, job->units, job->bias,
-               job->out, (long)job->units * LANES, job->act, job->lda);
+    linear_f32(member, job->epilogue, job->x, job->ldx, job->rows, job->k_size, job->weights, job->is_int8, job->units,
+               job->bias, job->out, (long)job->units * LANES, job->act, job->lda);
 }
 
 // act [rows, lda] in the element type of x.
-void unit_linear(mg_pool *pool, int is_bf16, int epilogue, const void *x, long ldx, int rows, int k_size,
+void unit_linear(mg_pool *pool, int is_bf16, int is_int8, int epilogue, const void *x, long ldx, int rows, int k_size,
                  const void *weights, int units, const float *bias, float *out, void *act, long lda) {
     const int made = is_bf16 && A_IS_FLOAT;
     void *room = made ? malloc(sizeof(float) * rows * ldx) : NULL;
     float *floats = made && act ? malloc(sizeof(float) * rows * lda) : NULL;
-    linear_job job = {epilogue, x, weights, ldx, lda, rows, k_size, units, bias, out, floats ? floats : act, room};
+    void *act_of_job = floats ? floats : act;
+    linear_job job = {epilogue, x, weights, ldx, lda, is_int8, rows, k_size, units, bias, out, act_of_job, room};
     pool_run(pool, is_bf16 ? linear_member_bf16 : linear_member_f32, &job);
     const int columns = units * LANES / (epilogue == SILU_MUL ? 2 : 1);
     for (int m = 0; floats && m < rows; m++)

@@ -18,7 +18,7 @@ import torch
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.runners.cpu_cores import asked_variant
 from backends.runners.native import bindings as lib
-from backends.runners.native.packing import pack, pack_int8
+from backends.runners.native.packing import pack, pack_groups, pack_int8, quantise_groups, widen_groups
 from tests.support.engine_helpers import native_or_skip
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -36,7 +36,22 @@ def units_of(variant: str | None) -> lib.Kernels:
     library = lib.bind(lib.compiled(SOURCE), variant)
     pointer = c_void_p
     for name, result, *arguments in (
-        ("linear", None, pointer, c_int, c_int, pointer, c_long, c_int, c_int, pointer, c_int, *[pointer] * 3, c_long),
+        (
+            "linear",
+            None,
+            pointer,
+            c_int,
+            c_int,
+            c_int,
+            pointer,
+            c_long,
+            c_int,
+            c_int,
+            pointer,
+            c_int,
+            *[pointer] * 3,
+            c_long,
+        ),
         ("int8_linear", None, pointer, pointer, c_int, c_int, *[pointer] * 2, c_int, pointer, c_int, *[pointer] * 4),
         ("rms_norm", None, c_int, pointer, pointer, c_int, c_float, pointer),
         ("norm_and_rotate", None, *[pointer] * 4, c_int, c_float),
@@ -87,20 +102,21 @@ def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> No
 
 
 @every_dtype
+@pytest.mark.parametrize("int8", [False, True], ids=["whole", "int8"])
 @pytest.mark.parametrize("rows", [1, 5, 7, 13, 97])
 @pytest.mark.parametrize(("k_size", "n"), [(16, 16), (208, 112), (32, 16 * 131)])
-def test_linear(pool: int, dtype: torch.dtype, rows: int, k_size: int, n: int) -> None:
+def test_linear(pool: int, dtype: torch.dtype, int8: bool, rows: int, k_size: int, n: int) -> None:
     """Rows lie farther apart than they are long, and stand between numbers that must not count."""
     wide = torch.full((rows + 2, k_size + 32), torch.nan, dtype=dtype)
     wide[1:-1, :k_size] = random_tensor(rows, k_size, dtype=dtype)
     x, weight = wide[1:-1, :k_size], random_tensor(n, k_size, seed=1, dtype=dtype)
-    bias, packed = random_tensor(n, seed=2), pack(weight)
-    product = x.double() @ weight.double().T
+    bias, packed = random_tensor(n, seed=2), pack_groups(weight) if int8 else pack(weight)
+    product = x.double() @ (widen_groups(*quantise_groups(weight)) if int8 else weight).double().T
     ahead = random_tensor(rows, n, seed=3)
 
     def run(epilogue: int, out: torch.Tensor | None, act: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         units().unit_linear(
-            *(pool, int(dtype == torch.bfloat16), epilogue, x.data_ptr(), x.stride(0), rows, k_size),
+            *(pool, int(dtype == torch.bfloat16), int8, epilogue, x.data_ptr(), x.stride(0), rows, k_size),
             *(packed.data_ptr(), n // 16, None if bias is None else bias.data_ptr()),
             *(None if out is None else out.data_ptr(), None if act is None else act.data_ptr()),
             0 if act is None else act.stride(0),
@@ -120,6 +136,39 @@ def test_linear(pool: int, dtype: torch.dtype, rows: int, k_size: int, n: int) -
         run(SILU_MUL, None, act, None)
         gate, up = product.unflatten(1, (-1, 2, 16)).unbind(2)
         close(act, (torch.nn.functional.silu(gate) * up).flatten(1), dtype)
+
+
+def test_weights_in_eight_bits_are_the_nearest() -> None:
+    """Within half a step of its group's largest, which stays as it is; groups of zeros and short ones among them."""
+    weight = random_tensor(48, 208)
+    weight[3, 64:128] = 0.0
+    weight[5, 7] = 1e3
+    q, scale = quantise_groups(weight)
+    assert (q.dtype, q.shape, scale.shape) == (torch.int8, (48, 208), (48, 4))
+    error = (widen_groups(q, scale) - weight).abs()
+    assert (error <= scale.repeat_interleave(64, dim=1)[:, :208] * 0.5001).all()
+    assert error[5, 7] < 1e-3
+    assert (q[3, 64:128] == 0).all()
+    assert pack_groups(weight[:33]).shape == (3, 208 * 16 + 4 * 64)
+
+
+@every_dtype
+def test_rows_in_eight_bits_do_not_depend_on_their_company(pool: int, dtype: torch.dtype) -> None:
+    """A row alone is the row in tiles of every size, widened in registers or ahead."""
+    k_size, n = 208, 16 * 13
+    x, weight = random_tensor(97, k_size, dtype=dtype), pack_groups(random_tensor(n, k_size, seed=1))
+
+    def product(rows: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(rows), n), torch.nan)
+        units().unit_linear(
+            *(pool, int(dtype == torch.bfloat16), 1, STORE, rows.data_ptr(), k_size, len(rows), k_size),
+            *(weight.data_ptr(), n // 16, None, out.data_ptr(), None, 0),
+        )
+        return out
+
+    alone = torch.cat([product(row[None].contiguous()) for row in x])
+    for count in (*range(2, 15), 20, 97):
+        assert torch.equal(product(x[:count]), alone[:count]), count
 
 
 @pytest.mark.parametrize("silu", [0, 1])

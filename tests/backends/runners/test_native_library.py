@@ -184,7 +184,8 @@ def test_bfloat16_is_the_default_where_it_is_quick(monkeypatch: pytest.MonkeyPat
         assert _dtype(EngineOptions(dtype="float32"), cpu, "llama") is torch.float32
         assert _dtype(EngineOptions(), cpu, "gemma") is in_torch
         assert _dtype(EngineOptions(runner="transformers"), cpu, "llama") is in_torch
-        assert _dtype(EngineOptions(quantize="int8"), cpu, "llama") is in_torch
+        assert _dtype(EngineOptions(quantize="int8"), cpu, "llama") is torch.bfloat16
+        assert _dtype(EngineOptions(quantize="int4"), cpu, "llama") is in_torch
     monkeypatch.setattr(loading, "load_library", _no_kernels)
     monkeypatch.setattr(loading, "torch_has_quick_bf16", lambda: False)
     assert _dtype(EngineOptions(), cpu, "llama") is torch.float32

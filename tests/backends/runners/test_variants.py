@@ -82,8 +82,9 @@ def test_sums_exponentials_and_rounding(variants: list[str]) -> None:
 
 
 @every_dtype
+@pytest.mark.parametrize("int8", [False, True], ids=["whole", "int8"])
 @pytest.mark.parametrize("rows", [1, 6, 13, 97])
-def test_products_of_numbers_of_any_size(dtype: torch.dtype, rows: int, variants: list[str]) -> None:
+def test_products_of_numbers_of_any_size(dtype: torch.dtype, int8: bool, rows: int, variants: list[str]) -> None:
     """Also of denormal ones, and sums that are: they are taken for zero in every variant."""
     generator, k_size, n = torch.Generator().manual_seed(rows), 208, 48
 
@@ -93,13 +94,14 @@ def test_products_of_numbers_of_any_size(dtype: torch.dtype, rows: int, variants
         values.flatten()[::7] *= 2.0**-62
         return values.to(dtype)
 
-    x, weight, found = spread_out(rows, k_size), kernel_units.pack(spread_out(n, k_size)), []
+    pack = kernel_units.pack_groups if int8 else kernel_units.pack
+    x, weight, found = spread_out(rows, k_size), pack(spread_out(n, k_size)), []
     x[0] *= 2.0**-62
     for variant in variants:
         units = kernel_units.units_of(variant)
         pool, out = units.mg_pool_new(2), torch.full((rows, n), torch.nan)
         arguments = (x.data_ptr(), k_size, rows, k_size, weight.data_ptr(), n // 16, None, out.data_ptr(), None, 0)
-        units.unit_linear(pool, int(dtype == torch.bfloat16), kernel_units.STORE, *arguments)
+        units.unit_linear(pool, int(dtype == torch.bfloat16), int8, kernel_units.STORE, *arguments)
         units.mg_pool_free(pool)
         found.append(out)
     for variant, out in zip(variants[1:], found[1:], strict=True):

@@ -17,6 +17,10 @@ enum { QUERY_ROWS = 12, PROMPT_QUERY_ROWS = 48, PROMPT_ROWS = 64, ROW_BLOCK = 96
 // Lines of 64 bytes: in a block along K, a small part of a first cache; from one that is read to one that is asked for.
 enum { LINE_BLOCK = 64, LINES_AHEAD = 64 };
 
+// Weights in eight bits (weights8.h): elements along K that share a scale, and of a block along K; bytes from one that
+// is read to one that is asked for.
+enum { GROUP8 = 64, PANEL8 = 2 * GROUP8, BYTES_AHEAD8 = 4096 };
+
 // A score whose weight is 0 beside any other, finite so that no difference of two is NaN.
 #define NO_SCORE (-1e30f)
 
@@ -157,7 +161,8 @@ static const mg_entry LAYOUT[] = {
     FIELD(mg_layer, k_norm),
     WHOLE(mg_model), FIELD(mg_model, layers), FIELD(mg_model, hidden), FIELD(mg_model, heads),
     FIELD(mg_model, kv_heads),
-    FIELD(mg_model, head_dim), FIELD(mg_model, intermediate), FIELD(mg_model, is_bf16), FIELD(mg_model, vocab),
+    FIELD(mg_model, head_dim), FIELD(mg_model, intermediate), FIELD(mg_model, is_bf16), FIELD(mg_model, is_int8),
+    FIELD(mg_model, vocab),
     FIELD(mg_model, max_context), FIELD(mg_model, eps), FIELD(mg_model, scale), FIELD(mg_model, pages),
     FIELD(mg_model, layer), FIELD(mg_model, embed), FIELD(mg_model, final_norm), FIELD(mg_model, cos),
     FIELD(mg_model, sin), FIELD(mg_model, k_pool), FIELD(mg_model, v_pool),
@@ -173,7 +178,7 @@ static const mg_entry LAYOUT[] = {
     FIELD(mg_follow, tokens), FIELD(mg_follow, below), FIELD(mg_follow, probabilities), FIELD(mg_follow, survival),
     FIELD(mg_follow, count), FIELD(mg_follow, first), FIELD(mg_follow, from), FIELD(mg_follow, token),
     FIELD(mg_follow, list),
-    LIMIT(LANES), LIMIT(MAX_RANKS), LIMIT(MAX_DEPTH),
+    LIMIT(LANES), LIMIT(MAX_RANKS), LIMIT(MAX_DEPTH), LIMIT(GROUP8),
     {NULL, NULL, 0, 0},
 };
 // clang-format on

@@ -7,13 +7,14 @@
 #include "simd.h"
 #include "thread_pool.h"
 
+// Weights are packed as linear.h has them, or, with is_int8, as weights8.h has.
 typedef struct {
     const void *qkv, *o, *gate_up, *down;
     const float *attention_norm, *mlp_norm, *qkv_bias, *q_norm, *k_norm;
 } mg_layer;
 
 typedef struct {
-    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, is_bf16, vocab, max_context;
+    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, is_bf16, is_int8, vocab, max_context;
     float eps, scale;
     int64_t pages;
     const mg_layer *layer;
@@ -92,7 +93,7 @@ typedef struct {
 
 typedef struct {
     const void *x, *weights;
-    int rows, k_size, units;
+    int is_int8, rows, k_size, units;
     float *out;
     void *room;  // for x as operands
 } project_job;
@@ -117,6 +118,9 @@ typedef struct {
 } follow_job;
 
 INLINE int smaller(int a, int b) { return a < b ? a : b; }
+
+// Bytes of a unit in eight bits along k_size.
+INLINE long size8(int k_size) { return (long)k_size * LANES + (k_size + GROUP8 - 1) / GROUP8 * 64L; }
 
 #define T float
 #define STEP 1
@@ -193,12 +197,13 @@ const char *mg_forward(mg_pool *pool, const mg_model *model, const int32_t *memo
     return NULL;
 }
 
-// out [rows, units * 16] float32 = x [rows, k_size] times packed weights. NULL, or what is wrong.
-const char *mg_project(mg_pool *pool, int is_bf16, const void *x, int rows, int k_size, const void *weights, int units,
-                       float *out) {
+// out [rows, units * 16] float32 = x [rows, k_size] times packed weights (is_int8: as weights8.h has them). NULL, or
+// what is wrong.
+const char *mg_project(mg_pool *pool, int is_bf16, int is_int8, const void *x, int rows, int k_size,
+                       const void *weights, int units, float *out) {
     void *room = aligned(sizeof(float) * rows * k_size);
     if (!room) return NO_MEMORY;
-    project_job job = {x, weights, rows, k_size, units, out, room};
+    project_job job = {x, weights, is_int8, rows, k_size, units, out, room};
     pool_run(pool, is_bf16 ? project_member_bf16 : project_member_f32, &job);
     free(room);
     return NULL;

@@ -164,28 +164,40 @@ static void NAME(multiply)(int m_count, int n_units, const T *const *segments, i
     }
 }
 
-// x [rows, k_size] times packed weights of `units` units, inside a parallel region. Work is handed out in chunks of
-// columns on demand, so a busy core slows the step by its share only. Several tiles of rows take a chunk in blocks
-// along K, so that its weights come from memory once, while there is arithmetic to wait for them. Epilogues:
+#include "weights8.h"
+
+// x [rows, k_size] times packed weights of `units` units (in8: packed as weights8.h has it), inside a parallel region.
+// Work is handed out in chunks of columns on demand, so a busy core slows the step by its share only. Several tiles of
+// rows take a chunk in blocks along K, so that its weights come from memory once, while there is arithmetic to wait for
+// them. Epilogues:
 //   STORE       out[row, n] = y (+ bias[n])
 //   ADD         out[row, n] += y
 //   SILU_MUL    units come in (gate, up) pairs; act[row, n / 2] = silu(gate) * up
 //   STORE_SILU  act[row, n] = silu(y + bias[n])
 static void NAME(linear)(mg_member *member, mg_epilogue epilogue, const A *x, long ldx, int rows, int k_size,
-                         const T *weights, int units, const float *bias, float *out, long ldo, A *act, long lda) {
+                         const void *weights, int in8, int units, const float *bias, float *out, long ldo, A *act,
+                         long lda) {
     const int wide = units >= 128 ? 4 : 2;
-    const int chunks = (units + wide - 1) / wide, lines = k_size / STEP;
-    const long unit_size = (long)k_size * LANES;
+    const int chunks = (units + wide - 1) / wide;
+    const long unit_size = in8 ? size8(k_size) : (long)k_size * LANES * (long)sizeof(T);
+    const int longest = in8 ? PANEL8 : LINE_BLOCK * STEP;
     TEAM_CLAIMED(chunk, chunks) {
         const int first = chunk * wide, width = smaller(units - first, wide);
         _Alignas(64) float y[ROW_BLOCK][4 * LANES];
         for (int row = 0; row < rows; row += ROW_BLOCK) {
             const int m_count = smaller(rows - row, ROW_BLOCK);
-            const int block = m_count > BLOCKED_ROWS ? LINE_BLOCK : lines;
-            for (int k = 0; k < lines; k += block) {
-                const T *unit = weights + first * unit_size + (long)k * LANES * STEP;
-                NAME(multiply)(m_count, width, &unit, 1, unit_size, smaller(lines - k, block),
-                               x + row * ldx + (long)k * STEP, ldx, y[0], 4 * LANES, k > 0);
+            const int block = m_count > (in8 ? TILE_ROWS : BLOCKED_ROWS) ? longest : k_size;
+            for (int k = 0; k < k_size; k += block) {
+                const char *units_at = (const char *)weights + first * unit_size;
+                const T *unit = (const T *)units_at + (long)k * LANES;
+                const A *xs = x + row * ldx + k;
+                const int size = smaller(k_size - k, block);
+                if (in8)
+                    NAME(multiply8)(m_count, width, units_at + size8(k), unit_size, size, xs, ldx, y[0], 4 * LANES,
+                                    k > 0);
+                else
+                    NAME(multiply)(m_count, width, &unit, 1, unit_size / (long)sizeof(T), size / STEP, xs, ldx, y[0],
+                                   4 * LANES, k > 0);
             }
             for (int m = 0; m < m_count; m++)
                 for (int n = 0; n < width; n++) {

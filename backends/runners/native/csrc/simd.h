@@ -345,6 +345,32 @@ INLINE vf bf16_dot(vf acc, const vi line, int32_t x) {
 }
 #endif
 
+// Weights in eight bits (weights8.h): sixteen signed bytes as floats.
+INLINE vf int8_floats(const int8_t *p) {
+    vf v;
+#if PART_LANES == 16
+    v.p[0] = (part)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif PART_LANES == 8
+    EACH_PART(i) {
+        int64_t eight;
+        memcpy(&eight, p + i * 8, 8);
+        v.p[i] = (part)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(eight)));
+    }
+#else
+    float f[LANES];
+    for (int i = 0; i < LANES; i++) f[i] = p[i];
+    memcpy(&v, f, sizeof v);
+#endif
+    return v;
+}
+
+#if HAS_DOT
+// A line of pairs, of floats that are bfloat16 numbers already.
+INLINE vi bf16_pairs(vf first, vf second) {
+    EACH(vi, (part_i)second.p[i] | (((part_i)first.p[i] >> 16) & part_i_set(0xffff)));
+}
+#endif
+
 // Dot products of eight-bit numbers, unsigned times signed, exact in any order: sums of a unit's 16 columns, along
 // lines of four elements of each. `x`: the four elements that a line is multiplied by.
 #if defined(__AVX512VNNI__)

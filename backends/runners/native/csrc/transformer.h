@@ -131,8 +131,8 @@ static void NAME(forward_member)(mg_member *member, void *arguments) {
         const mg_layer *layer = model->layer + l;
         const long offset = l * layer_stride;
         NAME(norm_rows)(member, ws, layer->attention_norm, rows, hidden, model->eps);
-        NAME(linear)(member, STORE, ws->x_norm, hidden, rows, hidden, layer->qkv, qkv_size / LANES, layer->qkv_bias,
-                     ws->qkv, qkv_size, NULL, 0);
+        NAME(linear)(member, STORE, ws->x_norm, hidden, rows, hidden, layer->qkv, model->is_int8,
+                     qkv_size / LANES, layer->qkv_bias, ws->qkv, qkv_size, NULL, 0);
         TEAM_DEALT(row, rows) NAME(place_row)(model, batch, layer, ws, offset, row);
         team_end_loop(member);
         TEAM_CLAIMED(task, job->n_tiles * model->kv_heads) {
@@ -140,13 +140,13 @@ static void NAME(forward_member)(mg_member *member, void *arguments) {
             NAME(attend)(model, batch, ws, offset, tile[0], tile[1], task % model->kv_heads, scratch);
         }
         team_end_loop(member);
-        NAME(linear)(member, ADD, ws->attention, q_size, rows, q_size, layer->o, hidden / LANES, NULL, ws->residual,
-                     hidden, NULL, 0);
+        NAME(linear)(member, ADD, ws->attention, q_size, rows, q_size, layer->o, model->is_int8,
+                     hidden / LANES, NULL, ws->residual, hidden, NULL, 0);
         NAME(norm_rows)(member, ws, layer->mlp_norm, rows, hidden, model->eps);
-        NAME(linear)(member, SILU_MUL, ws->x_norm, hidden, rows, hidden, layer->gate_up,
+        NAME(linear)(member, SILU_MUL, ws->x_norm, hidden, rows, hidden, layer->gate_up, model->is_int8,
                      2 * model->intermediate / LANES, NULL, NULL, 0, ws->act, model->intermediate);
-        NAME(linear)(member, ADD, ws->act, model->intermediate, rows, model->intermediate, layer->down, hidden / LANES,
-                     NULL, ws->residual, hidden, NULL, 0);
+        NAME(linear)(member, ADD, ws->act, model->intermediate, rows, model->intermediate, layer->down,
+                     model->is_int8, hidden / LANES, NULL, ws->residual, hidden, NULL, 0);
     }
     TEAM_DEALT(i, batch->out_rows)
         NAME(rms_norm)(ws->residual + (long)batch->out_row[i] * hidden, model->final_norm, hidden, model->eps,
@@ -178,8 +178,8 @@ static void NAME(forward)(mg_pool *pool, const mg_model *model, const mg_batch *
 static void NAME(project_member)(mg_member *member, void *arguments) {
     const project_job *job = arguments;
     const A *x = NAME(operands)(member, job->x, (long)job->rows * job->k_size, job->room);
-    NAME(linear)(member, STORE, x, job->k_size, job->rows, job->k_size, job->weights, job->units, NULL, job->out,
-                 (long)job->units * LANES, NULL, 0);
+    NAME(linear)(member, STORE, x, job->k_size, job->rows, job->k_size, job->weights, job->is_int8, job->units, NULL,
+                 job->out, (long)job->units * LANES, NULL, 0);
 }
 
 // Medusa heads: for each head h, state = x + down_h . silu(up_h . x_in + bias_h), then logits over the draft
@@ -191,18 +191,18 @@ static void NAME(heads_member)(mg_member *member, void *arguments) {
     const T *x = job->x;
     A *act = job->act, *state_t = job->state_t;
     const A *x_in = NAME(operands)(member, job->x_in, (long)n * heads->in_size, job->room);
-    NAME(linear)(member, STORE_SILU, x_in, heads->in_size, n, heads->in_size, heads->up, up / LANES,
+    NAME(linear)(member, STORE_SILU, x_in, heads->in_size, n, heads->in_size, heads->up, 0, up / LANES,
                  heads->up_bias, NULL, 0, act, up);
     for (int h = 0; h < heads->heads; h++)
         NAME(linear)(member, STORE, act + (long)h * heads->inner, up, n, heads->inner,
-                     (const T *)heads->down + (long)h * hidden * heads->inner, hidden / LANES, NULL,
+                     (const T *)heads->down + (long)h * hidden * heads->inner, 0, hidden / LANES, NULL,
                      job->state + (long)h * n * hidden, hidden, NULL, 0);
     TEAM_DEALT(r, heads->heads * n)
         for (int i = 0; i < hidden; i += LANES)
             NAME(put16)(state_t + (long)r * hidden + i, vf_add(vf_load(job->state + (long)r * hidden + i),
                                                               NAME(load16)(x + (long)(r % n) * hidden + i)));
     team_end_loop(member);
-    NAME(linear)(member, STORE, state_t, hidden, heads->heads * n, hidden, heads->draft_lm_head,
+    NAME(linear)(member, STORE, state_t, hidden, heads->heads * n, hidden, heads->draft_lm_head, 0,
                  heads->draft_vocab_padded / LANES, NULL, job->logits, heads->draft_vocab_padded, NULL, 0);
 }
 
@@ -241,17 +241,18 @@ static void NAME(follow_member)(mg_member *member, void *arguments) {
                               x_in + (long)r * in_size);
         team_end_loop(member);
         NAME(linear)(member, STORE_SILU, x_in, in_size, rows, in_size,
-                     (const T *)heads->up + (long)level * inner * in_size, inner / LANES,
+                     (const T *)heads->up + (long)level * inner * in_size, 0, inner / LANES,
                      heads->up_bias + (long)level * inner, NULL, 0, job->act, inner);
-        NAME(linear)(member, STORE, job->act, inner, rows, inner, (const T *)heads->down + (long)level * hidden * inner,
-                     hidden / LANES, NULL, job->sums, hidden, NULL, 0);
+        NAME(linear)(member, STORE, job->act, inner, rows, inner,
+                     (const T *)heads->down + (long)level * hidden * inner, 0, hidden / LANES, NULL, job->sums,
+                     hidden, NULL, 0);
         TEAM_DEALT(r, rows)
             for (int i = 0; i < hidden; i += LANES)
                 NAME(put16)(states + (long)r * hidden + i,
                             vf_add(vf_load(job->sums + (long)r * hidden + i),
                                    NAME(get16)(above + (long)(level ? follow->from[r] : r) * hidden + i)));
         team_end_loop(member);
-        NAME(linear)(member, STORE, states, hidden, rows, hidden, heads->draft_lm_head, width / LANES, NULL,
+        NAME(linear)(member, STORE, states, hidden, rows, hidden, heads->draft_lm_head, 0, width / LANES, NULL,
                      job->logits, width, NULL, 0);
         TEAM_DEALT(r, rows) follow_guess(follow, heads, job->logits + (long)r * width, r);
         team_end_loop(member);
