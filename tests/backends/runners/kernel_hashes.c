@@ -78,14 +78,14 @@ static void linear_layers(mg_pool *pool, int is_bf16, int lowest, int highest) {
             void *x = elements(is_bf16, (long)rows * (k + 16), lowest, highest), *act = room(4l * rows * n);
             void *weights = elements(is_bf16, (long)n * k, lowest, highest);
             float *bias = floats(n, -3, 3), *out = floats((long)rows * n, -3, 3);
-            unit_linear(pool, is_bf16, STORE, x, k + 16, rows, k, weights, units, bias, out, NULL, 0);
+            unit_linear(pool, is_bf16, 0, STORE, x, k + 16, rows, k, weights, units, bias, out, NULL, 0);
             add(out, 4l * rows * n);
-            unit_linear(pool, is_bf16, ADD, x, k + 16, rows, k, weights, units, NULL, out, NULL, 0);
+            unit_linear(pool, is_bf16, 0, ADD, x, k + 16, rows, k, weights, units, NULL, out, NULL, 0);
             add(out, 4l * rows * n);
-            unit_linear(pool, is_bf16, STORE_SILU, x, k + 16, rows, k, weights, units, bias, NULL, act, n);
+            unit_linear(pool, is_bf16, 0, STORE_SILU, x, k + 16, rows, k, weights, units, bias, NULL, act, n);
             add(act, (long)size * rows * n);
             if (units % 2 == 0) {
-                unit_linear(pool, is_bf16, SILU_MUL, x, k + 16, rows, k, weights, units, NULL, NULL, act, n / 2);
+                unit_linear(pool, is_bf16, 0, SILU_MUL, x, k + 16, rows, k, weights, units, NULL, NULL, act, n / 2);
                 add(act, (long)size * rows * n / 2);
             }
             free(x), free(act), free(weights), free(bias), free(out);
@@ -348,7 +348,7 @@ static void replay(const char *path) {
             free(ends);
         } else if (call == 2) {
             const int rows = (int)(bytes / size / model.hidden);
-            good(mg_project(pool, model.is_bf16, given, rows, model.hidden, lm_head, units, logits));
+            good(mg_project(pool, model.is_bf16, 0, given, rows, model.hidden, lm_head, units, logits));
             compare("logits", rows, logits);
         } else {
             const int n = (int)(bytes / 8);

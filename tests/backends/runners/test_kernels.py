@@ -579,6 +579,6 @@ def test_models_that_kernels_would_misread_are_refused() -> None:
     with pytest.raises(ValueError, match=r"norm is \[32\].*contiguous \[64\]"):
         NativeRunner(short, num_pages=4, max_rows=16, max_context=32, threads=1)
     for name in ("max_rows", "max_context"):
-        sizes = {"num_pages": 4, "max_rows": 16, "max_context": 32, "threads": 1, name: 0}
+        sizes: dict[str, Any] = {"num_pages": 4, "max_rows": 16, "max_context": 32, "threads": 1, name: 0}
         with pytest.raises(ValueError, match="must be positive"):
             NativeRunner(with_(), **sizes)
