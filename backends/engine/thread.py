@@ -142,6 +142,10 @@ class Engine:
             "guessed_rows": list(cost.guessed),
         }
 
+    def optional_failures(self) -> dict[str, int]:
+        """How often parts that the engine can do without have failed, see :mod:`backends.engine.optional_parts`."""
+        return self._core.optional.failures()
+
     def keep_cost(self) -> bool:
         return self._keeping is not None and self._keeping.refine(self._core.accounting.calibration.learned())
 
