@@ -62,9 +62,11 @@ def serve(folder: Path) -> None:
     bad = load_checkpoint(folder / "random-heads", BackboneFacts.of(parts.model))
     loaded = build_core(parts, options)
     core = loaded.core
-    heads = {signal.SIGUSR2: core.heads, signal.SIGUSR1: bad.bind(core.runner)}  # type: ignore[arg-type]
-    for number, found in heads.items():
-        signal.signal(number, lambda *_, found=found: setattr(core, "heads", found))
+    heads: Any = core.heads
+    asked = {signal.SIGUSR2: heads.propose, signal.SIGUSR1: bad.bind(core.runner).propose}  # type: ignore[arg-type]
+    # Whoever drafts with the heads holds this object: what it answers is swapped.
+    for number, propose in asked.items():
+        signal.signal(number, lambda *_, propose=propose: setattr(heads, "propose", propose))
     engine = Engine(core, loaded.info)
     classifier = PromptClassifier.load()
     # Lookup pays whatever the heads.
