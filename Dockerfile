@@ -36,15 +36,20 @@ COPY gateway gateway
 COPY policy policy
 COPY backends backends
 COPY telemetry telemetry
-RUN pip install --no-cache-dir -c constraints.txt --no-deps .
-
-FROM ${PYTHON_IMAGE} AS runtime-cpu
-# gcc builds the CPU kernels at the first start: all variants of the architecture, of which each start takes the one that
-# suits its CPU, so /cache may move to another machine. tini passes signals on from the first moment, also while a model
-# is being loaded. Debian keeps only the newest build of a package: no pins.
+# The CPU kernels, in every variant of the architecture: which one runs is chosen by the machine that the container is on.
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install -y --no-install-recommends gcc libc6-dev tini \
+ && apt-get install -y --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/* \
+ && pip install --no-cache-dir -c constraints.txt --no-deps . \
+ && python -P -c "from backends.runners.native.bindings import prebuild; print(prebuild())"
+
+FROM ${PYTHON_IMAGE} AS runtime-cpu
+# tini passes signals on from the first moment, also while a model is being loaded. Debian keeps only the newest build of
+# a package: no pins. There is no compiler: the kernels come with the package.
+# hadolint ignore=DL3008
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends tini \
  && rm -rf /var/lib/apt/lists/* \
  && groupadd --gid 10001 medusa \
  && useradd --uid 10001 --gid medusa --no-create-home --home-dir /cache --shell /usr/sbin/nologin medusa \

@@ -74,7 +74,7 @@ test-arm: $(VENV)/.installed-test
 drill: $(VENV)/.installed-test
 	$(BIN)/python -m tests.drills.drill $(DRILL)
 
-# Every alert that ships fires once and is resolved once, by a fault made for it; a table with times. About 6 minutes.
+# Every alert that ships fires once and is resolved once, by a fault made for it; a table with times. About 8 minutes.
 drill-alerts: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.drills.alert_drill
 

@@ -9,13 +9,8 @@ Label sets are closed: models are those served, classes those of the policy; wha
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import Literal
-
 from policy.alerts import LATENCY_BOUNDS, PER_TOKEN_BOUNDS
-
-Kind = Literal["counter", "gauge", "histogram"]
+from telemetry.metric import Metric
 
 OTHER = "other"
 """The value of a label for a model or class that this gateway doesn't know."""
@@ -25,34 +20,10 @@ MOST_ERRORS = 64
 """Values of ``error.type`` with series of their own."""
 MOST_TENANTS = 256
 """Keys with series of their own, where series are by tenant at all."""
-MOST_HEADS = 16
-MOST_RANKS = 5
+MOST_HEADS, MOST_RANKS = 16, 5
 """Heads and ranks with an accuracy series of their own."""
 WINDOW_S = 60.0
 """Gauges that are rates or ratios are over the last minute; without evidence in it they have no series."""
-
-_UNIT_SUFFIXES = {"s": "seconds", "By": "bytes"}
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """``labels``: every attribute that a series may have. ``buckets``: upper bounds of a histogram, in ``unit``."""
-
-    name: str
-    kind: Kind
-    unit: str
-    description: str
-    labels: tuple[str, ...] = ()
-    buckets: tuple[float, ...] = ()
-
-    @property
-    def prometheus(self) -> str:
-        """The name of the series in Prometheus; histograms add ``_bucket``, ``_sum`` and ``_count``."""
-        name = re.sub(r"[^A-Za-z0-9:]+", "_", self.name)
-        suffix = _UNIT_SUFFIXES.get(re.sub(r"\{.*\}", "", self.unit), "")
-        name = f"{name}_{suffix}" if suffix else name
-        return f"{name}_total" if self.kind == "counter" else name
-
 
 MODEL, CLASS = "model", "class"
 _BY_CLASS = (MODEL, CLASS)
@@ -143,6 +114,21 @@ COST_SAVED = Metric(
     "",
     "Money that speculation has saved since the start, by the policy's price; negative where it cost more.",
     (*_BY_CLASS, "currency"),
+)
+_OF_TENANT = (CLASS, "tenant")
+TENANT_TIME_SAVED = Metric(
+    "medusa_tenant_time_saved",
+    "gauge",
+    "s",
+    "Engine time that speculation has saved a tenant since the start; only where series are by tenant.",
+    _OF_TENANT,
+)
+TENANT_COST_SAVED = Metric(
+    "medusa_tenant_cost_saved",
+    "gauge",
+    "",
+    "Money of that time, by the policy's price.",
+    (*_OF_TENANT, "currency"),
 )
 CONTROL_DISAGREEMENT = Metric(
     "speculative_control_prediction_ratio",
@@ -399,7 +385,7 @@ ALERT_STATE = Metric(
 METRICS: tuple[Metric, ...] = (
     *(ACCEPTANCE_RATE, SPEEDUP_FACTOR, HEAD_ACCURACY, HEAD_ACCURACY_PRIOR, FALLBACK_COUNT, FALLBACK_ACTIVE),
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
-    *(VANILLA_TIME, DECODE_TIME, COST_SAVED),
+    *(VANILLA_TIME, DECODE_TIME, COST_SAVED, TENANT_TIME_SAVED, TENANT_COST_SAVED),
     *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, LONGEST_GAP),
     *(QUEUE_WAIT, PREFILL_DURATION, TOKENS_PER_STEP, REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, DEADLINE_CUTS),
     *(BACKEND_UP, BREAKER_STATE, BACKEND_REQUESTS, PLACES_USED, PLACES_LIMIT, OPTIONAL_FAILURES),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from policy.alerts import LATENCY_BOUNDS, PER_TOKEN_BOUNDS
@@ -37,7 +37,7 @@ class RequestCounts:
     def add(self, record: RequestRecord, labels: ClosedLabels) -> None:
         by_class = labels.of(record.model, record.class_name)
         # A backend's name is the operator's; one that a refused request never came to is empty.
-        whose = (*by_class, record.backend, self._tenant(record.tenant))
+        whose = (*by_class, record.backend, self.tenant(record.tenant))
         for outcome in FROM_ZERO:
             self._requests[*whose, outcome] += 0
         self._requests[*whose, record.outcome] += 1
@@ -57,7 +57,16 @@ class RequestCounts:
         }
         return {metric.name: dict(counts) for metric, counts in counted.items() if counts}
 
-    def _tenant(self, name: str) -> str:
+    def by_tenant(self, sums: Iterable[tuple[tuple[str, str], float]], labels: ClosedLabels) -> dict[Labels, float]:
+        """Sums by (class, tenant), with the values of labels that other figures have; none where tenants have none."""
+        found: dict[Labels, float] = {}
+        for (class_name, tenant), value in sums if self._by_tenant else ():
+            whose = labels.of("", class_name)[1], self.tenant(tenant)
+            found[whose] = found.get(whose, 0.0) + value
+        return found
+
+    def tenant(self, name: str) -> str:
+        """The value of ``tenant`` for a key's name."""
         if not self._by_tenant or not name:
             return ""
         if name in self._tenants or len(self._tenants) < MOST_TENANTS:

@@ -21,7 +21,7 @@ from telemetry.metrics import GatewayMetrics
 from telemetry.providers import Providers, make_resource, open_propagator, open_providers
 from telemetry.request import Attempt, RequestRecord
 from telemetry.request_counts import RequestCounts, RequestWindow
-from telemetry.snapshot import ClosedLabels, Figures, Sources, StepWindow, take_figures
+from telemetry.snapshot import ClosedLabels, Figures, Sources, StepWindow, savings_figures, take_figures
 from telemetry.tracing import (
     Epoch,
     end_client_span,
@@ -196,7 +196,8 @@ class Telemetry:
             if self._metrics is not None:
                 self._metrics.record_steps(decoder.info.name, backend, samples)
         self.window.tick(now)
-        self.figures = {**take_figures(sources, self._steps, now), **self.counts.figures()}
+        savings = savings_figures(self.counts.by_tenant(sources.saved_s, self._labels), sources.cost)
+        self.figures = {**take_figures(sources, self._steps, now), **self.counts.figures(), **savings}
         if self._metrics is not None:
             self._metrics.figures = self.figures
         return self.figures

@@ -64,7 +64,7 @@ class Sources:
 
     ``fallbacks``: how many there were by (model, class), since the start. ``store`` None: there is no store.
     ``alerts``: state by labels of ``medusa_alert_state``. ``standing`` None: not asked for.
-    ``cost``: the operator's price of an hour.
+    ``cost``: the operator's price of an hour. ``saved_s``: by class and tenant, since the start.
     """
 
     statistics: Statistics
@@ -77,6 +77,7 @@ class Sources:
     alerts: Mapping[Labels, float] = field(default_factory=dict)
     standing: Standing | None = None
     cost: Cost | None = None
+    saved_s: Iterable[tuple[tuple[str, str], float]] = ()
 
 
 class ClosedLabels:
@@ -161,6 +162,13 @@ def take_figures(sources: Sources, steps: StepWindow, now: float) -> Figures:
     for labels, state in sources.alerts.items():
         put(catalog.ALERT_STATE, state, *labels)
     return found
+
+
+def savings_figures(saved_s: Mapping[Labels, float], cost: Cost | None) -> Figures:
+    """What speculation saved, by class and tenant as series have them. Pure."""
+    money = {} if cost is None else {(*whose, cost.currency): cost.of(seconds) for whose, seconds in saved_s.items()}
+    found = {catalog.TENANT_TIME_SAVED.name: saved_s, catalog.TENANT_COST_SAVED.name: money}
+    return {name: values for name, values in found.items() if values}
 
 
 _Put = Callable[..., None]

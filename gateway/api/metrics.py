@@ -89,6 +89,7 @@ def take_figures(state: GatewayState) -> Figures:
         fallbacks=controller.events.fallbacks,
         store=sync.health if sync is not None and sync.health.remote else None,
         cost=controller.policy.spec.cost,
+        saved_s=controller.savings.items(),
         alerts={} if background.alerting is None else background.alerting.exported(),
         standing=_standing(state),
     )

@@ -68,11 +68,12 @@ def _tasks(tasks: Iterable[asyncio.Task[Any]]) -> list[str]:
 
 
 def _threads() -> list[str]:
+    """Daemons too: nobody waits for those when a process ends, but an engine's is waited for before that."""
     frames = sys._current_frames()
     return [
         f"thread {thread.name} at {_place(frames[thread.ident])}"
         for thread in threading.enumerate()
-        if thread.ident in frames and not thread.daemon
+        if thread.ident in frames and thread is not threading.current_thread()
     ]
 
 

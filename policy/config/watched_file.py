@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import os
 import stat
 import time
@@ -14,6 +15,8 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 from policy.background import PatientCall
 from policy.config.problems import ConfigError, Problem
+
+logger = logging.getLogger("gateway")
 
 Outcome = Literal["unchanged", "settling", "accepted", "rejected", "hangs"]
 
@@ -131,15 +134,28 @@ class FileWatch(Generic[V]):
     def __init__(
         self, file: WatchedFile[V], clock: Callable[[], float], wall_clock: Callable[[], float] = time.time
     ) -> None:
+        self._file = file
+        self._told = False
         # In a thread, since a file may lie on a network and YAML takes its time.
         self._poll: PatientCall[Outcome] = PatientCall(lambda: file.poll(wall_clock()), clock=clock)
 
     async def poll(self) -> Outcome:
-        """See :meth:`WatchedFile.poll`; "hangs": the file can't be read, and nothing changes until it can."""
+        """See :meth:`WatchedFile.poll`; "hangs": the file can't be read, and nothing changes until it can.
+
+        That it hangs is logged once, and so is its end.
+        """
+        status = self._file.status
         try:
-            return await self._poll()
+            outcome = await self._poll()
         except TimeoutError:
+            if not self._told:
+                logger.error("%s can't be read, its file system hangs; %s stays in force", status.file, status.version)
+            self._told = True
             return "hangs"
+        if self._told:
+            logger.warning("%s can be read again", status.file)
+        self._told = False
+        return outcome
 
     @property
     def hangs(self) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from backends.runners.native import bindings
 from gateway import cli
 from gateway.cli import build_parser
 from gateway.commands import serve
@@ -123,6 +124,20 @@ def test_user_ports_and_volumes_are_those_of_the_chart() -> None:
     for variable in gateway["env"]:
         if variable["name"] in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
             assert environment[variable["name"]] == variable["value"]
+
+
+def test_the_kernels_are_built_where_the_compiler_stays_behind() -> None:
+    """In the stage whose environment is copied into the last one, which has no gcc."""
+    stages = [text.rpartition(" AS ")[2] for text in texts("FROM")]
+    with_gcc = [each for each in instructions() if each.name == "RUN" and "gcc" in each.text]
+    assert [stages[each.stage - 1] for each in with_gcc] == ["build"]
+    (text,) = [each.text for each in with_gcc]
+    script = re.findall(r'python -P -c "([^"]+)"', text)[0]
+    assert script == "from backends.runners.native.bindings import prebuild; print(prebuild())"
+    assert text.index("--no-deps .") < text.index(script), "into the installed package, not into the sources"
+    (copied,) = [each for each in texts("COPY") if "--from=build" in each]
+    assert copied.split()[1] == copied.split()[2] == "/opt/medusa-gateway"
+    assert callable(bindings.prebuild)
 
 
 def test_the_gateway_takes_the_images_command() -> None:

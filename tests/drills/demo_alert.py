@@ -1,15 +1,17 @@
 """``make demo-alert``: heads that don't pay raise an alert, and good heads end it. Real programs, loopback only.
 
 Starts the demo model with random Medusa heads, a Valkey, and Debian's Alertmanager with a webhook behind it; sends
-requests; prints when what happened. The limits are those of any policy (speedup below 1.0), only the times are shorter.
+requests; prints when what happened. The limits are those of any policy (speedup below 1.0), only the times are shorter:
+the fallback's window is as long as the machine takes for :data:`WINDOW_STEPS` steps, which it is seen to do first.
 Then the gateway starts again with the heads that ship, on the same store: the alert that the first left firing is
 resolved. Takes about a minute on a quiet machine. Each step waits for what it is about and tells so every ten seconds;
-one that is not seen within :data:`STEP_S` ends the demo. Status 0 if all of it was seen.
+one that is not seen within :data:`STEP_S`, or :data:`STEP_WINDOWS` windows, ends the demo. Status 0 if all was seen.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -31,13 +33,18 @@ from tests.support.debian import Unavailable, find
 from tests.support.paths import ROOT
 
 STEP_S = 180.0
+STEP_WINDOWS = 40.0
+LEAST_WINDOW_S, MOST_WINDOW_S = 4.0, 60.0
+WINDOW_STEPS = 100.0
+"""What a window should hold. Judging looks back on ten windows, and useless heads are asked in one step of 64: in
+less, they have not been asked often enough to be called useless."""
 REQUEST_S = 120.0
 PROMPT = "Write a Python function that parses a date, with tests and comments."
 POLICY = """
 version: 1
 defaults:
   lookup: false # it pays whatever the heads
-  fallback: {{min_speedup: 1.0, window: 4s, hold: 10s, probe: 10%}}
+  fallback: {{min_speedup: 1.0, window: {window:.0f}s, hold: 10s, probe: 10%}}
 alerts:
   - name: speculation-does-not-pay
     metric: speculative_speedup_factor
@@ -56,6 +63,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
+        self.patience_s = STEP_S
 
     def say(self, line: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {line}", flush=True)
@@ -65,8 +73,8 @@ class Timeline:
         began = told = time.monotonic()
         while (found := look()) is None:
             now = time.monotonic()
-            if now - began > STEP_S:
-                raise TimeoutError(f"did not see within {STEP_S:g} s: {what}")
+            if now - began > self.patience_s:
+                raise TimeoutError(f"did not see within {self.patience_s:.0f} s: {what}")
             if now - told >= PROGRESS_S:
                 told = now
                 self.say(f"waiting for: {what}")
@@ -152,6 +160,23 @@ class Gateway:
                         return
 
 
+def steps_done(gateway: Gateway, enough: float) -> Callable[[], str | None]:
+    def look() -> str | None:
+        classes = gateway.get("/admin/stats")["classes"]
+        steps = sum(sum(each["last_minute"]["steps"].values()) for each in classes)
+        return f"{steps:.0f}" if steps >= enough else None
+
+    return look
+
+
+def policy_taken(gateway: Gateway, before: str) -> Callable[[], str | None]:
+    def look() -> str | None:
+        version = gateway.get("/admin/policy")["version"]
+        return None if version == before else version
+
+    return look
+
+
 def alert_in(gateway: Gateway, state: str) -> Callable[[], str | None]:
     """The demo's alert in one of these states, as this replica sees it."""
 
@@ -203,13 +228,21 @@ def demonstrate(folder: Path, alertmanager_program: Path) -> None:
             running_alertmanager(alertmanager_program, folder / "am", webhook.url) as alertmanager,
         ):
             policy = folder / "policy.yaml"
-            policy.write_text(POLICY.format(url=alertmanager))
+            policy.write_text(POLICY.format(url=alertmanager, window=LEAST_WINDOW_S))
             common = ("--max-model-len", "1024", "--policy", str(policy), "--redis-url", server.url)
             line.say(f"Valkey at {server.url}, Alertmanager at {alertmanager}")
             with serving(
                 "--heads", str(folder / "random-heads"), *common, log=folder / "bad.log", say=line.say
             ) as gateway:
                 line.say(f"{gateway.model} with random heads at {gateway.url}; requests begin")
+                began = time.monotonic()
+                line.wait(f"{WINDOW_STEPS:g} steps", steps_done(gateway, WINDOW_STEPS))
+                window_s = min(math.ceil(max(time.monotonic() - began, LEAST_WINDOW_S)), MOST_WINDOW_S)
+                if window_s > LEAST_WINDOW_S:
+                    before = gateway.get("/admin/policy")["version"]
+                    line.patience_s = max(STEP_S, STEP_WINDOWS * window_s)
+                    policy.write_text(POLICY.format(url=alertmanager, window=window_s))
+                    line.wait(f"policy with a window of {window_s:.0f} s", policy_taken(gateway, before))
                 line.wait("pending", alert_in(gateway, "pending"))
                 line.wait("firing", alert_in(gateway, "firing"))
                 line.wait("Alertmanager has it", lambda: known_to(alertmanager))

@@ -37,7 +37,8 @@ CLASS = "code"
 FALLBACK_GOAL_S, RETURN_GOAL_S, RATIO_GOAL = 10.0, 60.0, 0.97
 FALLBACK_GOAL_BURSTS, RETURN_GOAL_BURSTS = 10, 60
 """The goals in seconds are for a machine that has nothing else to do. Evidence comes with tokens, so on a busy one the
-same goals are counted in bursts of requests, at the pace that was seen before anything was changed."""
+same goals are counted in bursts of requests, at the pace that was seen before anything was changed. There, ratios of
+single pairs are far apart too: the goal is missed where three of four are below it."""
 PATIENCE_S = 300.0
 LIMIT_S = 1800.0
 ALERT = "fell-back"
@@ -61,9 +62,11 @@ def serve(folder: Path) -> None:
     bad = load_checkpoint(folder / "random-heads", BackboneFacts.of(parts.model))
     loaded = build_core(parts, options)
     core = loaded.core
-    heads = {signal.SIGUSR2: core.heads, signal.SIGUSR1: bad.bind(core.runner)}  # type: ignore[arg-type]
-    for number, found in heads.items():
-        signal.signal(number, lambda *_, found=found: setattr(core, "heads", found))
+    heads: Any = core.heads
+    asked = {signal.SIGUSR2: heads.propose, signal.SIGUSR1: bad.bind(core.runner).propose}  # type: ignore[arg-type]
+    # Whoever drafts with the heads holds this object: what it answers is swapped.
+    for number, propose in asked.items():
+        signal.signal(number, lambda *_, propose=propose: setattr(heads, "propose", propose))
     engine = Engine(core, loaded.info)
     classifier = PromptClassifier.load()
     # Lookup pays whatever the heads.
@@ -134,8 +137,12 @@ class Traffic:
                 await asyncio.sleep(0.1)
 
         looking = asyncio.create_task(look())
+        began = told = time.monotonic()
         while not looking.done():
             await self.burst(self.next_prompts())
+            if time.monotonic() - told >= PROGRESS_S:
+                told = time.monotonic()
+                print(f"waiting, {told - began:.0f} of {PATIENCE_S:g} s", file=sys.stderr, flush=True)
         await looking
         return found
 
@@ -222,7 +229,7 @@ async def demonstrate(process: subprocess.Popen[str], url: str, args: argparse.N
         "fallback": result["fallback_s"] is not None
         and result["fallback_s"] <= max(FALLBACK_GOAL_S, FALLBACK_GOAL_BURSTS * burst_s),
         "alert": result["alert"] is not None,
-        "throughput": result["still_in_fallback"] and result["in_fallback"]["ratio"] >= RATIO_GOAL,
+        "throughput": result["still_in_fallback"] and result["in_fallback"]["ratio_quartiles"][1] >= RATIO_GOAL,
         "return": result["return_s"] is not None
         and result["return_s"] <= max(RETURN_GOAL_S, RETURN_GOAL_BURSTS * burst_s),
     }

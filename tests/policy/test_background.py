@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -218,6 +220,26 @@ def hang(file: WatchedFile[Any], watch: FileWatch[Any] | None, free: threading.E
     assert watch is not None
     watch._poll._patience_s = 0.05
     return hangs
+
+
+async def test_that_a_file_hangs_is_logged_once_and_so_is_its_end(
+    path: Path, stuck: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = PolicyRuntime.open(path)
+    watch = FileWatch(file, time.monotonic)
+    hang(file, watch, stuck)
+    with caplog.at_level(logging.WARNING, "gateway"):
+        assert [await watch.poll() for _ in range(3)] == ["hangs"] * 3
+        assert watch.hangs
+        stuck.set()
+        watch._poll._patience_s = PATIENCE_S
+        assert await watch.poll() == "unchanged"
+    said = [record.getMessage() for record in caplog.records]
+    version = file.status.version
+    assert said == [
+        f"{path} can't be read, its file system hangs; {version} stays in force",
+        f"{path} can be read again",
+    ]
 
 
 def test_files_that_hang_are_told_and_keep_no_gateway_from_ending(

@@ -28,6 +28,7 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 # A tree of its own, so that there are drafts whatever the random heads say, and a rejected edit can be counted as 0.
 POLICY = """
 version: 1
+cost: {per_gpu_hour: 2.5}
 defaults: {tree: 2x1, fallback: {window: 1s}}
 alerts: [{name: slow, metric: speculative_speedup_factor, below: 1}]
 """
@@ -68,6 +69,7 @@ def test_the_dashboard_shows_what_it_should() -> None:
         *("speculative_acceptance_rate", "speculative_speedup_factor", "medusa_head_accuracy", "medusa_alert_state"),
         *("speculative_emitted_tokens_total", "gen_ai_server_time_to_first_token", "speculative_fallback_count_total"),
         *("medusa_backend_up", "medusa_backend_requests_total", "medusa_requests_total", "error_type", "0.99"),
+        *("medusa_cost_saved", "currency", "medusa_vanilla_time_seconds_total"),
         *("medusa_queue_wait_seconds", "medusa_event_loop_lag_seconds", 'outcome="limited"', "tenant"),
     ):
         assert name in shown

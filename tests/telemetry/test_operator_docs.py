@@ -37,3 +37,12 @@ def test_pages_name_only_metrics_options_and_pages_that_exist() -> None:
         assert named <= exported, f"{page.name}: {named - exported}"
         for link in re.findall(r"\]\(([^)#]+\.md)", text):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_every_fault_has_tests_that_exist() -> None:
+    rows = re.findall(r"^\| A(\d+) \|.*", text := (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
+    assert [int(number) for number in rows] == list(range(1, 35))
+    for line in filter(lambda line: line.startswith("| A"), text.splitlines()):
+        assert "::" in line, line
+    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", text):
+        assert re.search(rf"def {name}\(", (ROOT / path).read_text()), f"{path}::{name}"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from backends.types import GenerationStats
 from policy.alerts import LATENCY_BOUNDS
+from policy.spec import Cost
 from telemetry.catalog import MOST_TENANTS, OTHER, OUTCOMES
 from telemetry.request import LEFT, RequestRecord
 from telemetry.request_counts import (
@@ -20,7 +21,7 @@ from telemetry.request_counts import (
     quantile,
     slower_than,
 )
-from telemetry.snapshot import ClosedLabels
+from telemetry.snapshot import ClosedLabels, savings_figures
 
 LABELS = ClosedLabels(["m"], ["code"])
 CODE = ("m", "code")
@@ -74,6 +75,20 @@ def test_tenants_are_bounded() -> None:
     found = counts.figures()["medusa_requests"]
     assert len({labels[3] for labels in found}) == MOST_TENANTS + 1
     assert found[*CODE, "b", OTHER, "ok"] == 50
+
+
+def test_savings_by_tenant_have_the_labels_of_the_other_figures() -> None:
+    sums = [(("code", "alice"), 3600.0), (("code", "bob"), -1.0), (("gone", "alice"), 2.0), (("code", ""), 4.0)]
+    assert RequestCounts().by_tenant(sums, LABELS) == {}
+    saved = RequestCounts(by_tenant=True).by_tenant(sums, LABELS)
+    assert saved == {("code", "alice"): 3600, ("code", "bob"): -1, (OTHER, "alice"): 2, ("code", ""): 4}
+    assert savings_figures(saved, None) == {"medusa_tenant_time_saved": saved}
+    money = savings_figures(saved, Cost(2.5, "EUR"))["medusa_tenant_cost_saved"]
+    assert money["code", "alice", "EUR"] == pytest.approx(2.5)
+    assert money["code", "bob", "EUR"] < 0
+    many = [(("code", f"key-{number}"), 1.0) for number in range(MOST_TENANTS + 50)]
+    bounded = RequestCounts(by_tenant=True).by_tenant(many, LABELS)
+    assert (len(bounded), bounded["code", OTHER], sum(bounded.values())) == (MOST_TENANTS + 1, 50, MOST_TENANTS + 50)
 
 
 @given(st.lists(st.tuples(st.floats(0, 600), st.sampled_from(OUTCOMES)), max_size=60), st.sampled_from([60.0, 3600.0]))

@@ -34,3 +34,8 @@ def test_names_are_unique() -> None:
 
 def test_latency_is_told_apart_down_to_half_a_millisecond() -> None:
     assert all(BY_NAME[name].buckets[0] == 0.0005 for name in BY_NAME if name.startswith("gen_ai.server."))
+
+
+def test_long_answers_have_buckets_too() -> None:
+    """4,096 tokens at 20 a second, and as much again."""
+    assert BY_NAME["gen_ai.server.request.duration"].buckets[-2] > 2 * 4096 / 20

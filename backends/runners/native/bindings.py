@@ -221,11 +221,15 @@ class Kernels:
 
 @cache
 def load_library() -> Kernels:
-    """The bound kernels. Raises :class:`NativeUnavailable` where no compiler is, none of their variants runs on this
-    CPU, or ``MEDUSA_GATEWAY_NATIVE=0``; ValueError where ``MEDUSA_CPU`` names a variant that can't be run here."""
+    """The bound kernels: those of :func:`prebuild`, else compiled.
+
+    Raises :class:`NativeUnavailable` where there is neither such a file nor a compiler, none of their variants runs on
+    this CPU, or ``MEDUSA_GATEWAY_NATIVE=0``; ValueError where ``MEDUSA_CPU`` names a variant that can't be run here.
+    """
     if os.environ.get("MEDUSA_GATEWAY_NATIVE", "1") == "0":
         raise NativeUnavailable("switched off by MEDUSA_GATEWAY_NATIVE=0")
-    return bind(compiled(SOURCE_FOLDER / SOURCES[0]))
+    made = prebuilt()
+    return bind(made if made.exists() else compiled(SOURCE_FOLDER / SOURCES[0]))
 
 
 def bind(path: Path, variant: str | None = None) -> Kernels:
@@ -310,6 +314,25 @@ def compiled(source: Path, more_flags: Sequence[str] = ()) -> Path:
     return target
 
 
+def prebuilt() -> Path:
+    """Where :func:`prebuild` puts the kernels of these very sources, flags and variants."""
+    digest = hashlib.sha256("\0".join([*flags(), platform.machine(), repr(variant_flags())]).encode())
+    for name in SOURCES:
+        digest.update((SOURCE_FOLDER / name).read_bytes())
+    return SOURCE_FOLDER / f"prebuilt-{digest.hexdigest()[:16]}.so"
+
+
+def prebuild() -> Path:
+    """Compiles every variant into the package, for an image that has no compiler. Raises :class:`NativeUnavailable`."""
+    target = prebuilt()
+    _build(
+        [_compiler(), *flags(), f"-I{SOURCE_FOLDER}"], SOURCE_FOLDER / SOURCES[0], SOURCE_FOLDER / "variants.c", target
+    )
+    for each in target.parent.glob(f"{target.name}.*.o"):
+        each.unlink()
+    return target
+
+
 def _build(compiler: Sequence[str], source: Path, variants: Path, target: Path) -> None:
     """Compiles each variant, side by side, and links them. One that the compiler can't make, as an old one doesn't know
     its instructions, is left out. Raises :class:`NativeUnavailable` where none can be made."""
@@ -368,6 +391,8 @@ __all__ = [
     "chosen_variant",
     "compiled",
     "load_library",
+    "prebuild",
+    "prebuilt",
     "runnable_variants",
     "variant_flags",
 ]

@@ -174,6 +174,24 @@ def test_a_variant_that_the_compiler_does_not_know_is_left_out(
     assert runnable_variants(ctypes.CDLL(str(compiled(SOURCE)))) == ["avx2"]
 
 
+def test_prebuilt_kernels_need_no_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    native_or_skip()
+    here = empty_cache / "csrc"
+    shutil.copytree(library.SOURCE_FOLDER, here, ignore=shutil.ignore_patterns("*.so"))
+    monkeypatch.setattr(library, "SOURCE_FOLDER", here)
+    monkeypatch.setenv("MEDUSA_KERNEL_FLAGS", "-O0")
+    target = library.prebuild()
+    assert {each.suffix for each in here.iterdir()} == {".c", ".h", ".so"}, "no objects are left"
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    load = library.load_library.__wrapped__
+    assert load().library._name == str(target)
+    with (here / "kernels.c").open("a") as source:
+        source.write("// An edit: what was built is of other sources.\n")
+    with pytest.raises(NativeUnavailable, match="no C compiler found"):
+        load()
+
+
 def test_bfloat16_is_the_default_where_it_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     native_or_skip()
     cpu = torch.device("cpu")
