@@ -15,7 +15,7 @@ from policy.statistics.aggregate import Statistics
 from policy.statistics.counters import StatsKey
 from policy.statistics.syncing import StoreHealth
 from telemetry.catalog import BY_NAME, MOST_CLASSES, MOST_RANKS, OTHER, WINDOW_S
-from telemetry.snapshot import BackendState, Figures, Sources, Standing, StepWindow, take_figures
+from telemetry.snapshot import BackendState, Figures, Sources, Standing, StepWindow, savings_figures, take_figures
 from tests.support.fakes import FakeDecoder
 
 MODEL = "fake-model"
@@ -171,6 +171,7 @@ def test_every_figure_is_in_the_catalogue_with_all_its_labels(bench: Bench) -> N
         standing=STANDING,
         cost=Cost(2.5),
     )
+    figures = {**figures, **savings_figures({("code", "a tenant"): 3.0}, Cost(2.5))}
     histograms = {name for name, metric in BY_NAME.items() if metric.kind == "histogram"}
     assert set(figures) == set(BY_NAME) - histograms - set(OF_REQUESTS)
     for name, values in figures.items():
