@@ -46,6 +46,7 @@ def test_a_real_prometheus_scrapes_every_metric(tmp_path: Path) -> None:
         # Need a server for statistics, an alert or a price in the policy, upstreams, keys, a deadline.
         elsewhere = {"medusa_redis_up", "medusa_redis_latency", "medusa_alert_state", "medusa_deadline_cuts"}
         elsewhere |= {"medusa_backend_breaker_state", "medusa_backend_requests", "medusa_cost_saved"}
+        elsewhere |= {"medusa_tenant_time_saved", "medusa_tenant_cost_saved"}
         elsewhere |= {"medusa_keys_rejected", "medusa_keys_info", "medusa_limits_decided_locally"}
         for metric in METRICS:
             if metric.name in elsewhere:
