@@ -167,10 +167,9 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
                     budgets = unspend(budgets, by, 100 - tokens, windows)
                     del leases[lease]
                 elif what == "renew":
-                    leases = {lease: until for lease, until in leases.items() if until > now}
-                    if leases:
-                        await remote.run([Order("renew", name, limits, list(leases))])
-                        leases = dict.fromkeys(leases, now + LEASE_MS)
+                    if alive := [lease for lease, until in leases.items() if until > now]:
+                        await remote.run([Order("renew", name, limits, alive)])
+                        leases = dict.fromkeys(alive, now + LEASE_MS)
         finally:
             await remote.close()
 
@@ -179,6 +178,7 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
     @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.lists(LIMITED, min_size=1, max_size=3), MOMENTS, LONG_STEPS)
     @example([KeyLimits(tokens_per_day=300)], 40 * DAY_MS + 1, [(0, "admit", 100), (-2, "admit", 100)])
+    @example([KeyLimits(tokens_per_minute=10**9)], 10**6, [(0, "admit", 0), (LEASE_MS, "renew", 0), (-1, "admit", 0)])
     def run(edits: list[KeyLimits], began: int, steps: Any) -> None:
         asyncio.run(both(edits, began, steps, f"k{next(count)}"))
 
