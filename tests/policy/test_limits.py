@@ -166,10 +166,9 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
                     buckets = give_back(refilled(buckets, KeyLimits(), now), by, 100 - tokens, 1, known)
                     budgets = unspend(budgets, by, 100 - tokens, windows)
                     del leases[lease]
-                elif what == "renew":
-                    if alive := [lease for lease, until in leases.items() if until > now]:
-                        await remote.run([Order("renew", name, limits, alive)])
-                        leases = dict.fromkeys(alive, now + LEASE_MS)
+                elif what == "renew" and (alive := [lease for lease, until in leases.items() if until > now]):
+                    await remote.run([Order("renew", name, limits, alive)])
+                    leases = dict.fromkeys(alive, now + LEASE_MS)
         finally:
             await remote.close()
 
