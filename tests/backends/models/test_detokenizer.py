@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -83,6 +84,9 @@ def test_pieces_add_up_to_the_text_of_the_whole(name: str, rng: random.Random) -
         assert tokenizer.decode(ids) == tokenizer._fast.decode(ids)
 
 
+HALF_SURROGATE = re.compile(rb"\xed[\xa0-\xbf]\Z")
+
+
 @thorough
 @given(names, seeds)
 def test_all_that_is_certain_is_shown_and_nothing_else(name: str, rng: random.Random) -> None:
@@ -92,10 +96,14 @@ def test_all_that_is_certain_is_shown_and_nothing_else(name: str, rng: random.Ra
     pieces = pieces_of(tokenizer, ids)
     for count in range(len(ids) + 1):
         shown, text = "".join(pieces[:count]), tokenizer.decode(ids[:count])
+        raw = b"".join(tokenizer.token_bytes(token) for token in ids[:count])
+        if HALF_SURROGATE.search(raw):
+            # No character begins so, but Python's decoder waits for the third byte of a surrogate's code all the same.
+            assert text == shown + "\ufffd\ufffd"
+            continue
         assert text in (shown, shown + "\ufffd")
         if text != shown:
             completions = [b"\x80", b"\xa0\xa0", b"\x80\x80", b"\x90\x80\x80", b"\x80\x80\x80"]
-            raw = b"".join(tokenizer.token_bytes(token) for token in ids[:count])
             assert any(not (raw + more).decode("utf-8", "replace").endswith("\ufffd") for more in completions)
 
 
