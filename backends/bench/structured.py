@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from backends.bench.decoding import encode_prompt, machine
+from backends.bench.turns import rotated
 from backends.engine.loading import EngineOptions, LoadedCore, load_core, torch_resting
 from backends.grammar.spec import GrammarSpec
 from backends.types import DecodingPlan, GenerationRequest, GenerationStats, SamplingParams, TokenGrammar
@@ -157,8 +158,7 @@ def _measure(loaded: LoadedCore, options: StructuredOptions, progress: Callable[
     for number, name in enumerate(SCHEMAS):
         runs: dict[str, list[_Run]] = {contestant: [] for contestant in CONTESTANTS}
         for turn in range(options.rounds):
-            for offset in range(len(CONTESTANTS)):
-                contestant = CONTESTANTS[(turn + number + offset) % len(CONTESTANTS)]
+            for contestant in rotated(CONTESTANTS, turn + number):
                 runs[contestant].append(_turn(loaded, name, prompts, contestant, options.max_tokens))
         over_free = _ratios(runs, "speculation", "free_vanilla")
         over_constrained = _ratios(runs, "speculation", "constrained_vanilla")
@@ -261,10 +261,8 @@ def _company(loaded: LoadedCore, prompt: tuple[int, ...], rounds: int) -> dict[s
     """How long a free request takes beside three others, with a grammar or without; the same number of steps."""
     endless = GrammarSpec("regex", "[a-z ]{400,}", "regex")
     found: dict[str, list[float]] = {"with": [], "without": [], "again": []}
-    names = list(found)
     for turn in range(rounds):
-        for offset in range(len(names)):
-            name = names[(turn + offset) % len(names)]
+        for name in rotated(list(found), turn):
             found[name].append(_beside(loaded, prompt, endless if name == "with" else None))
     pairs = zip(found["with"], found["without"], found["again"], strict=True)
     slower, again = zip(*((a / b, c / b) for a, b, c in pairs), strict=True)

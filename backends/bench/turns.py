@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 def rotated(names: Sequence[Name], turn: int) -> list[Name]:
     """The order of turn number ``turn`` (from 0): the next one begins, and each is at each place equally often."""
-    start = turn % len(names)
+    start = turn % len(names) if names else 0
     return [*names[start:], *names[:start]]
 
 

@@ -10,6 +10,7 @@ from msgspec import Meta
 from gateway.wire.no_op import RequestStruct, no_op
 from gateway.wire.requests import DecodingOptions, ModelName, Probability, Seed, StopString, TokenCount
 from gateway.wire.tool_names import ToolName
+from gateway.wire.tools import CallId
 
 CHAT_NAMES = {
     "messages": "messages",
@@ -39,10 +40,10 @@ class Block(RequestStruct):
 
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
-    id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    id: CallId | None = None
     name: ToolName | None = None
     input: dict[str, Any] | None = None
-    tool_use_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    tool_use_id: CallId | None = None
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
     thinking: str | None = None

@@ -21,6 +21,7 @@ from gateway.wire.requests import (
     TokenCount,
 )
 from gateway.wire.tool_names import ToolName
+from gateway.wire.tools import CallId
 
 CHAT_NAMES = {
     "messages": "input",
@@ -32,8 +33,6 @@ CHAT_NAMES = {
 """What a chat completion calls a field, and what it is called here."""
 
 _SEND_ALL = "nothing is stored here: send the whole conversation in input"
-
-CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class Part(RequestStruct):

@@ -13,6 +13,7 @@ from gateway.tools.reader import AnswerForm
 from gateway.tools.rendering import template_messages, template_tools
 from gateway.tools.template import END_THINK, THINK, CallStyle, TemplateFacts
 from gateway.wire.errors import InvalidRequest
+from gateway.wire.prompts import plain_message
 from gateway.wire.requests import ChatCompletionRequest, ChatMessage
 from gateway.wire.structured import asked_formats
 from gateway.wire.tools import check_tools
@@ -116,10 +117,7 @@ def upstream_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """As another server of this API takes them."""
     sent = []
     for message in messages:
-        plain: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
-        plain["content"] = message.text
-        if message.name is not None:
-            plain["name"] = message.name
+        plain = plain_message(message)
         if message.tool_calls:
             plain["tool_calls"] = [
                 {

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.tools.template import TemplateFacts
+from gateway.wire.prompts import plain_message
 from gateway.wire.requests import ChatMessage
 from gateway.wire.tools import Tool, arguments_of
 
@@ -48,13 +49,8 @@ def _without_nulls(tool: Tool) -> dict[str, Any]:
     return given | {"parameters": tool.function.parameters or {"type": "object", "properties": {}}}
 
 
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": message.text, **({} if message.name is None else {"name": message.name})}
-
-
 def _known(message: ChatMessage) -> dict[str, Any]:
-    told = _plain(message)
+    told = plain_message(message)
     if message.tool_calls:
         # Templates write arguments as JSON themselves.
         told["tool_calls"] = [
@@ -73,7 +69,7 @@ def _known(message: ChatMessage) -> dict[str, Any]:
 
 
 def _told(message: ChatMessage) -> dict[str, Any]:
-    told = _plain(message)
+    told = plain_message(message)
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message.text}\n</tool_response>"}
     for call in message.tool_calls or ():

@@ -21,16 +21,15 @@ _MESSAGE_CHARS = 64
 """What a message costs besides its text, in characters: templates are slow programs."""
 
 
-def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as chat templates know them: text only, and ``developer`` under its older name ``system``."""
-    return [
-        {
-            "role": "system" if message.role == "developer" else message.role,
-            "content": message.text,
-            **({} if message.name is None else {"name": message.name}),
-        }
-        for message in messages
-    ]
+def plain_message(message: ChatMessage) -> dict[str, Any]:
+    """As chat templates and other servers know it: text only, and ``developer`` under its older name ``system``."""
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": message.text, **({} if message.name is None else {"name": message.name})}
+
+
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """:func:`plain_message` of each."""
+    return [plain_message(message) for message in messages]
 
 
 def split_prompts(body: CompletionRequest) -> list[Prompt]:

@@ -27,6 +27,7 @@ from backends.bench.peers.contestants import (
 )
 from backends.bench.peers.figures import Answer
 from backends.bench.peers.process import WorkerFailed, WorkerProcess
+from backends.bench.turns import prompts_of_round, rotated
 
 _LOAD_S = 240.0
 _RUN_S = 120.0
@@ -89,12 +90,6 @@ def cells_of(options: PeersOptions, classes: Sequence[str]) -> list[Cell]:
         kinds = classes if concurrency == 1 or len(classes) == 1 else ("mixed",)
         cells += [Cell(kind, concurrency) for kind in kinds]
     return cells
-
-
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """The order of a turn: everybody is first in turn, and follows the same neighbour."""
-    start = turn % len(names) if names else 0
-    return [*names[start:], *names[:start]]
 
 
 def measure(
@@ -167,7 +162,7 @@ class _Rounds:
         """Everybody once."""
         if cell.kind:
             count, pool = self.options.prompts.get(cell.concurrency, cell.concurrency), self.pools[cell.kind]
-            prompts = [pool[(turn * count + i) % len(pool)] for i in range(count)]
+            prompts = prompts_of_round(pool, turn, count)
         else:
             # Another beginning each time: no one answers from a cache of prompts.
             count = 1 if cell.prompt_tokens >= _LONG_PROMPT else 2

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from gateway.api.messages import message_call
-from gateway.interfaces.chat import EventTranslator
 from gateway.interfaces.messages_answer import MessagesWriter, whole
 from gateway.interfaces.messages_request import MessagesRequest, as_chat
 from gateway.tools.asked import template_input
 from gateway.tools.template import CallStyle, TemplateFacts
 from gateway.wire.requests import ChatCompletionRequest
+from tests.support.chat_chunks import THOUGHTS_TEXT_AND_CALLS, chunk, translated
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -128,12 +128,8 @@ def test_an_unknown_model(client: anthropic.Anthropic) -> None:
 
 
 def events_of(*chunks: Any) -> list[dict[str, Any]]:
-    translate = EventTranslator(MessagesWriter())
-    raw = b"".join(
-        translate(b"data: %b\n\n" % (each if isinstance(each, bytes) else msgspec.json.encode(each))) for each in chunks
-    )
     events = []
-    for block in filter(None, raw.split(b"\n\n")):
+    for block in translated(MessagesWriter(), *chunks):
         name, data = block.split(b"\n")
         event = msgspec.json.decode(data.removeprefix(b"data: "))
         assert event["type"] == name.removeprefix(b"event: ").decode()
@@ -141,29 +137,8 @@ def events_of(*chunks: Any) -> list[dict[str, Any]]:
     return events
 
 
-def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"id": "msg_1", "model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]}
-
-
-def call_of(index: int, **function: Any) -> dict[str, Any]:
-    call_id = {"id": f"call_{index}"} if "name" in function else {}
-    return {"tool_calls": [{"index": index, **call_id, "function": function}]}
-
-
 def test_thoughts_text_and_calls_are_blocks() -> None:
-    events = events_of(
-        chunk({"role": "assistant", "content": ""}),
-        chunk({"reasoning_content": "hm"}),
-        chunk({"content": "Let me "}),
-        chunk({"content": "see."}),
-        chunk(call_of(0, name="look", arguments="")),
-        chunk(call_of(0, arguments='{"at":')),
-        chunk(call_of(0, arguments="1}")),
-        chunk(call_of(1, name="go", arguments="{}")),
-        chunk({}, "tool_calls"),
-        {"id": "msg_1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}},
-        b"[DONE]",
-    )
+    events = events_of(*THOUGHTS_TEXT_AND_CALLS)
     assert [event["type"] for event in events if event["type"] != "content_block_delta"] == [
         "message_start",
         *["content_block_start", "content_block_stop"] * 4,

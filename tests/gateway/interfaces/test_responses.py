@@ -11,9 +11,9 @@ import openai
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
-from gateway.interfaces.chat import EventTranslator
 from gateway.interfaces.responses_answer import ResponsesWriter, whole
 from gateway.interfaces.responses_request import ResponsesRequest, as_chat
+from tests.support.chat_chunks import THOUGHTS_TEXT_AND_CALLS, chunk, translated
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 
 KNOWN: dict[str, Any] = {
@@ -144,41 +144,17 @@ def asking(**fields: Any) -> ResponsesRequest:
 
 
 def events_of(*chunks: Any) -> list[dict[str, Any]]:
-    translate = EventTranslator(ResponsesWriter(asking()))
-    raw = b"".join(
-        translate(b"data: %b\n\n" % (each if isinstance(each, bytes) else msgspec.json.encode(each))) for each in chunks
-    )
-    events = [msgspec.json.decode(block.split(b"\ndata: ")[1]) for block in raw.split(b"\n\n") if block]
+    events = [
+        msgspec.json.decode(block.split(b"\ndata: ")[1]) for block in translated(ResponsesWriter(asking()), *chunks)
+    ]
     for event in events:
         KNOWN[event["type"]].model_validate(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
 
 
-def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    choices = [{"index": 0, "delta": delta, "finish_reason": finish_reason}]
-    return {"id": "resp_1", "created": 5, "model": "m", "choices": choices}
-
-
-def call_of(index: int, **function: Any) -> dict[str, Any]:
-    call_id = {"id": f"call_{index}"} if "name" in function else {}
-    return {"tool_calls": [{"index": index, **call_id, "function": function}]}
-
-
 def test_thoughts_text_and_calls_are_items() -> None:
-    events = events_of(
-        chunk({"role": "assistant", "content": ""}),
-        chunk({"reasoning_content": "hm"}),
-        chunk({"content": "Let me "}),
-        chunk({"content": "see."}),
-        chunk(call_of(0, name="look", arguments="")),
-        chunk(call_of(0, arguments='{"at":')),
-        chunk(call_of(0, arguments="1}")),
-        chunk(call_of(1, name="go", arguments="{}")),
-        chunk({}, "tool_calls"),
-        {"id": "resp_1", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}},
-        b"[DONE]",
-    )
+    events = events_of(*THOUGHTS_TEXT_AND_CALLS)
     of_part = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
     of_text = ["output_item.added", *of_part, "output_item.done"]
     of_call = ["output_item.added", "{}.delta", "{}.done", "output_item.done"]

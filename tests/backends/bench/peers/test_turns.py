@@ -27,7 +27,8 @@ from backends.bench.peers.contestants import (
 )
 from backends.bench.peers.process import WorkerFailed, WorkerProcess
 from backends.bench.peers.report import make_report, table
-from backends.bench.peers.run import Cell, PeersOptions, cells_of, cut, measure, rotated
+from backends.bench.peers.run import Cell, PeersOptions, cells_of, cut, measure
+from backends.bench.turns import rotated
 
 SCRIPT = Path(__file__).with_name("scripted.py")
 CLASSES = {"code": [(1, 2), (3, 4)], "chat": [(5, 6), (7, 8)]}
