@@ -385,7 +385,11 @@ async def drill(engine: str, replicas: int, seconds: float, clients: int, *, res
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.drills.drill", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--engine", default="tiny", help="'tiny': random weights; 'fake': no model; else a folder; default: tiny")
+    add(
+        "--engine",
+        default="tiny",
+        help="'tiny': random weights; 'demo': the demo model; 'fake': no model; else a folder; default: tiny",
+    )
     add("--replicas", type=int, default=3, help="default: %(default)s")
     add("--seconds", type=float, default=5.0, help="of load before and after each fault; default: %(default)g")
     add("--clients", type=int, default=6, help="streams at a time; default: %(default)s")

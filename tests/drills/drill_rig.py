@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from backends.engine.loading import DEMO_HEADS
+from backends.models.demo import prepare_demo_model
 from tests.policy.test_policy_store import ValkeyProcess, free_port
 from tests.support.debian import find
 from tests.support.paths import ROOT
@@ -55,7 +57,7 @@ backend replicas
 _ENGINE = """\
 version: 1
 backends:
-  - {{name: engine, kind: engine, model: {model}, serves: {name}, dtype: float32, threads: 1, max_running: 16}}
+  - {{name: engine, kind: engine, {model}, serves: {name}, dtype: float32, threads: 1, max_running: 16}}
 """
 
 
@@ -113,6 +115,13 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     raise ConnectionResetError("one side is done, so both are")
 
 
+def model_fields(engine: str) -> str:
+    """What a backends file says of a drill's engine: "tiny", "demo" (the demo model with its heads), or a folder."""
+    if engine == "demo":
+        return f"model: {prepare_demo_model()}, heads: {DEMO_HEADS}"
+    return f"model: {'tiny-random' if engine == 'tiny' else engine}"
+
+
 class Replica:
     """One gateway process. Started again after its end, it has the same name and port and a new identity."""
 
@@ -129,8 +138,7 @@ class Replica:
             self._command = [sys.executable, "-m", "tests.drills.drill_rig", str(self.port), redis_url]
         else:
             config = folder / "backends.yaml"
-            model = "tiny-random" if engine == "tiny" else engine
-            config.write_text(_ENGINE.format(model=model, name=MODEL))
+            config.write_text(_ENGINE.format(model=model_fields(engine), name=MODEL))
             self._command = [sys.executable, "-m", "gateway", "serve", "--backends", str(config)]
             self._command += ["--port", str(self.port), "--redis-url", redis_url]
 

@@ -1,6 +1,6 @@
 """Two real replicas with a real Redis under an open load of all kinds for a long time, with faults by schedule.
 
-``make soak SOAK_S=1800`` or ``python -m tests.drills.soak [--seconds S] [--rate R] [--engine tiny|MODEL] [--json]``.
+``make soak SOAK_S=1800`` or ``python -m tests.drills.soak [--seconds S] [--rate R] [--engine NAME] [--json]``.
 Requests arrive by chance at a fixed rate, whatever became of those before. Every prompt has one right answer, which is
 asked for at the start, by plain decoding. Exit status 1 when
 
@@ -31,7 +31,7 @@ from typing import Any
 import httpx
 
 from gateway.auth.keyfile import new_key, written_digest
-from tests.drills.drill_rig import MODEL, Replica
+from tests.drills.drill_rig import MODEL, Replica, model_fields
 from tests.policy.test_policy_store import ValkeyProcess, free_port
 from tests.support.paths import ROOT
 
@@ -47,7 +47,7 @@ POLICY = "version: 1\ncost: {per_gpu_hour: 2.5}\n"
 _BACKENDS = """\
 version: 1
 backends:
-  - {{name: engine, kind: engine, model: {model}, serves: {name}, dtype: float32, threads: 1, max_running: 8}}
+  - {{name: engine, kind: engine, {model}, serves: {name}, dtype: float32, threads: 1, max_running: 8}}
   - name: far
     kind: openai
     url: http://127.0.0.1:{port}/v1
@@ -467,8 +467,7 @@ async def soak(engine: str, seconds: float, rate: float) -> dict[str, Any]:
             upstream = _launch_upstream(port, folder)
             stack.callback(upstream.wait)
             stack.callback(upstream.kill)
-            model = "tiny-random" if engine == "tiny" else engine
-            backends = _BACKENDS.format(model=model, name=MODEL, remote=REMOTE, port=port)
+            backends = _BACKENDS.format(model=model_fields(engine), name=MODEL, remote=REMOTE, port=port)
             (folder / "backends.yaml").write_text(backends)
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
             client = httpx.AsyncClient(
@@ -526,7 +525,7 @@ def main() -> int:
         return _with_a_clock_that_jumps(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.drills.soak", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--engine", default="tiny", help="'tiny': random weights; else a folder; default: tiny")
+    add("--engine", default="tiny", help="'tiny': random weights; 'demo': the demo model; else a folder; default: tiny")
     add("--seconds", type=float, default=60.0, help="of load; default: %(default)g")
     add("--rate", type=float, default=6.0, help="requests a second; default: %(default)g")
     add("--json", action="store_true", help="print one JSON object")
