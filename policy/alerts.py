@@ -15,6 +15,8 @@ FigureScope = Literal["class", "model", "fleet"]
 
 ACTIONS: tuple[Action, ...] = ("fall_back", "webhook", "log", "event")
 FALLBACK_WINDOW_S = 900.0
+SAVINGS_WINDOW_S = 3600.0
+"""What speculation saves is judged over this time: long enough that a class's quiet minutes don't decide."""
 """``speculative_fallback_count`` in a condition: how many fallbacks there were within this time."""
 
 
@@ -53,6 +55,9 @@ FIGURES: Mapping[str, Figure] = {
     "speculative_control_prediction_ratio": Figure("class", "measured over predicted time of vanilla requests"),
     "speculative_fallback_count": Figure("class", "fallbacks to vanilla within 15 minutes"),
     "speculative_fallback_active": Figure("class", "1 while a class is in fallback to vanilla, else 0"),
+    "medusa_engine_time_ratio": Figure(
+        "class", "engine time over that of vanilla decoding, in an hour: below 1 saves"
+    ),
     "medusa_head_accuracy": Figure("class", "how often a head's first guess is right", by_head=True),
     "medusa_head_accuracy_ratio": Figure("class", "the same over its long memory: 1 is unchanged", by_head=True),
     "medusa_verification_step_ratio": Figure("model", "time of a verification step over that of a vanilla step"),

@@ -31,7 +31,7 @@ from telemetry.alerts.fleet import (
 )
 from telemetry.alerts.local_states import AlertBook, Happening, describe
 from telemetry.alerts.payloads import WITHDRAWN
-from telemetry.alerts.readings import FallbackHistory, StepsLately, Subject, readings
+from telemetry.alerts.readings import FallbackHistory, SavingsHistory, StepsLately, Subject, readings
 from telemetry.alerts.sharing import Edit, SharedBoard
 from telemetry.request_counts import RequestWindow
 from telemetry.snapshot import Figures, Labels
@@ -63,6 +63,7 @@ class Alerting:
         self._clock = clock
         self._on_event = on_event
         self._fallbacks = FallbackHistory()
+        self._savings = SavingsHistory()
 
     def evaluate(
         self,
@@ -74,9 +75,10 @@ class Alerting:
         """Advance this replica's alerts. Nothing waits here."""
         now = self._clock()
         fallbacks = self._fallbacks.lately(figures, now)
+        engine_times = self._savings.lately(figures, now)
 
         def read(rule: AlertRule) -> dict[Subject, float]:
-            return readings(rule, figures, steps, fallbacks, requests, now)
+            return readings(rule, figures, steps, fallbacks, requests, now, engine_times)
 
         for happening in self.book.evaluate(rules, read, now):
             self._tell(happening)

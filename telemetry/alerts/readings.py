@@ -6,7 +6,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from policy.alerts import FALLBACK_WINDOW_S, LATENCY_BOUNDS, PER_TOKEN_BOUNDS, RATE_WINDOW_S, AlertRule
+from policy.alerts import (
+    FALLBACK_WINDOW_S,
+    LATENCY_BOUNDS,
+    PER_TOKEN_BOUNDS,
+    RATE_WINDOW_S,
+    SAVINGS_WINDOW_S,
+    AlertRule,
+)
 from policy.statistics.aggregate import Statistics
 from telemetry import catalog
 from telemetry.catalog import WINDOW_S, Metric
@@ -50,6 +57,8 @@ _SHARES: Mapping[str, tuple[Metric, Metric]] = {
 }
 MIN_REQUESTS = 20
 """Shares and quantiles of requests must rest on this many of their window; fewer are no evidence."""
+MIN_SAVINGS_S = 10.0
+"""Engine time of vanilla decoding that a share of it must rest on."""
 _RESTS_ON: Mapping[str, Callable[[StepsLately], float]] = {
     "speculative_speedup_factor": lambda steps: steps.policy,
     "speculative_acceptance_rate": lambda steps: steps.policy,
@@ -66,12 +75,15 @@ def readings(
     fallbacks: Mapping[Subject, float],
     requests: RequestWindow | None = None,
     now: float = 0.0,
+    engine_times: Mapping[Subject, float] | None = None,
 ) -> dict[Subject, float]:
     """The rule's figure for every model and class that the rule covers; what there is no evidence of is left out.
 
     ``steps``: what the last minute had of each; ``fallbacks``: how many within :data:`FALLBACK_WINDOW_S`; ``requests``:
-    how those of this replica went.
+    how those of this replica went; ``engine_times``: over vanilla's, within :data:`SAVINGS_WINDOW_S`.
     """
+    if rule.metric == "medusa_engine_time_ratio":
+        return {subject: value for subject, value in (engine_times or {}).items() if rule.covers(*subject)}
     if rule.metric in _OF_REQUESTS:
         return {} if requests is None else _of_requests(rule, requests, now)
     rests_on = _RESTS_ON.get(rule.metric)
@@ -171,6 +183,35 @@ def steps_lately(statistics: Statistics, now: float) -> dict[Subject, StepsLatel
         policy = arms["policy"].steps if "policy" in arms else 0.0
         lately[name] = StepsLately(policy, sum(tally.get("control_steps") for tally in arms.values()))
     return lately
+
+
+class SavingsHistory:
+    """What the engines' time and vanilla's were. Times must not go back."""
+
+    def __init__(self) -> None:
+        self._then: dict[Subject, deque[tuple[float, float, float]]] = {}
+
+    def lately(self, figures: Figures, now: float) -> dict[Subject, float]:
+        """Engine time over that of vanilla decoding, within :data:`SAVINGS_WINDOW_S` of now, by model and class; less
+        than :data:`MIN_SAVINGS_S` of the latter is no evidence."""
+        found: dict[Subject, float] = {}
+        spent = figures.get(catalog.DECODE_TIME.name, {})
+        for labels, vanilla in figures.get(catalog.VANILLA_TIME.name, {}).items():
+            subject = _subject(dict(zip(catalog.VANILLA_TIME.labels, labels, strict=True)))
+            latest = (now, vanilla, spent.get(labels, 0.0))
+            then = self._then.setdefault(subject, deque([latest]))
+            if latest[1] < then[-1][1]:
+                then.clear()  # counted from the start again
+            # The last one is replaced until it is old enough, so that an hour keeps a few dozen.
+            if len(then) > 1 and now - then[-2][0] < SAVINGS_WINDOW_S / 60:
+                then.pop()
+            then.append(latest)
+            while len(then) > 2 and now - then[1][0] >= SAVINGS_WINDOW_S:
+                then.popleft()
+            vanilla_s, spent_s = vanilla - then[0][1], latest[2] - then[0][2]
+            if vanilla_s >= MIN_SAVINGS_S:
+                found[subject] = spent_s / vanilla_s
+        return found
 
 
 class FallbackHistory:

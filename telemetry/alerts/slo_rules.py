@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from policy.alerts import RATE_WINDOW_S, AlertRule
+from policy.alerts import RATE_WINDOW_S, SAVINGS_WINDOW_S, AlertRule
 from telemetry import catalog
 from telemetry.catalog import Metric
 
@@ -68,6 +68,14 @@ def _flood(rule: AlertRule, outcome: str) -> str:
     return f"sum by {_FLEET} ({rate}) {_side(rule)}"
 
 
+def _engine_time(filters: Filters) -> str:
+    """Engine time over that of vanilla decoding."""
+    spent, vanilla = (
+        _rate(metric.prometheus, filters, SAVINGS_WINDOW_S) for metric in (catalog.DECODE_TIME, catalog.VANILLA_TIME)
+    )
+    return f"sum by {_BY_CLASS} ({spent}) / sum by {_BY_CLASS} ({vanilla})"
+
+
 def _side(rule: AlertRule) -> str:
     return f"{'<' if rule.below is not None else '>'} {rule.limit:g}"
 
@@ -75,6 +83,7 @@ def _side(rule: AlertRule) -> str:
 _TTFT, _TPOT = catalog.TIME_TO_FIRST_TOKEN, catalog.TIME_PER_OUTPUT_TOKEN
 
 SLO_EXPRESSIONS: Mapping[str, Callable[[AlertRule, Filters], str]] = {
+    "medusa_engine_time_ratio": lambda rule, filters: f"{_engine_time(filters)} {_side(rule)}",
     "medusa_error_ratio": lambda rule, filters: f"{_failed(filters, RATE_WINDOW_S)} {_side(rule)}",
     "medusa_error_burn_rate": lambda rule, filters: _burn(rule, lambda window: _failed(filters, window)),
     "medusa_ttft_p99_seconds": lambda rule, filters: _p99(_TTFT, rule, filters),

@@ -160,8 +160,10 @@ def drill(folder: Path, say: Callable[[str], None] = print) -> bool:
     """True if every alert that ships has fired once and was resolved once, by both ways."""
     # Windows of seconds, and snapshots as fine.
     readings.RATE_WINDOW_S = slo_rules.RATE_WINDOW_S = 10.0
+    readings.SAVINGS_WINDOW_S = slo_rules.SAVINGS_WINDOW_S = 20.0
     request_counts.SNAPSHOT_EVERY_S = 1.0
     readings.MIN_REQUESTS = 3
+    readings.MIN_SAVINGS_S = 1.0
     good = new_key()
     policy, keys = folder / "policy.yaml", folder / "keys.json"
     write_keys(keys, entry("good", good))

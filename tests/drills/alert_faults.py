@@ -193,7 +193,7 @@ STUCK = EngineLoad(8, 3, 63, 64, 8, oldest_wait_s=30.0)
 FAULTS = (
     Fault(
         "speculation costs more than it brings",
-        ("speculation-does-not-pay", "fell-back", "fallback-lasts"),
+        ("speculation-does-not-pay", "costs-more-than-it-saves", "fell-back", "fallback-lasts"),
         figures(spent_us=20_000),
         figures(spent_us=10_000),
     ),

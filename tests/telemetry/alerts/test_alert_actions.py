@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from backends.types import DecodeCounters
 from gateway.serving.controller import Controller
-from policy.alerts import AlertRule
+from policy.alerts import SAVINGS_WINDOW_S, AlertRule
 from policy.runtime import PolicyRuntime
 from policy.spec import RequestFacts
 from policy.statistics.aggregate import Statistics
@@ -12,7 +15,14 @@ from policy.statistics.counters import Tally
 from policy.statistics.store import Prior
 from telemetry.alerts.fleet import Alarm
 from telemetry.alerts.local_states import AlertBook
-from telemetry.alerts.readings import FallbackHistory, StepsLately, readings, steps_lately
+from telemetry.alerts.readings import (
+    MIN_SAVINGS_S,
+    FallbackHistory,
+    SavingsHistory,
+    StepsLately,
+    readings,
+    steps_lately,
+)
 from telemetry.snapshot import Sources, StepWindow, take_figures
 from tests.support.fakes import FakeDecoder
 
@@ -114,6 +124,33 @@ def test_fallbacks_are_counted_within_a_quarter_of_an_hour() -> None:
 
     assert [lately(0.0, 0.0), lately(2.0, 10.0), lately(3.0, 600.0)] == [0.0, 2.0, 3.0]
     assert [lately(3.0, 911.0), lately(3.0, 1501.0)] == [1.0, 0.0]
+
+
+def test_savings_are_those_of_the_last_hour() -> None:
+    history = SavingsHistory()
+
+    def lately(vanilla: float, spent: float, now: float) -> float | None:
+        of = {"medusa_vanilla_time": {("m", "code"): vanilla}, "medusa_decode_time": {("m", "code"): spent}}
+        return history.lately(of, now).get(("m", "code"))
+
+    assert lately(1000.0, 500.0, 0.0) is None, "what was before is not of this hour"
+    assert lately(1000.0 + MIN_SAVINGS_S / 2, 500.0, 10.0) is None, "too little to say"
+    assert lately(1100.0, 600.0, 1000.0) == 1.0
+    assert lately(1200.0, 650.0, 2000.0) == 0.75
+    assert lately(1300.0, 850.0, 4600.0) == 1.25, "250 s for 200, since those of an hour ago"
+    assert lately(50.0, 40.0, 4700.0) is None, "replicas count anew"
+    assert lately(150.0, 90.0, 4800.0) == 0.5
+
+
+@given(st.lists(st.tuples(st.floats(0, 900), st.floats(0, 100), st.floats(0, 100)), min_size=2, max_size=300))
+def test_savings_keep_little_and_never_more_than_the_window(steps: list[tuple[float, float, float]]) -> None:
+    history, now, vanilla, spent = SavingsHistory(), 0.0, 0.0, 0.0
+    for pause, more_vanilla, more_spent in steps:
+        now, vanilla, spent = now + pause, vanilla + more_vanilla, spent + more_spent
+        history.lately({"medusa_vanilla_time": {("m", "c"): vanilla}, "medusa_decode_time": {("m", "c"): spent}}, now)
+    (kept,) = history._then.values()
+    assert len(kept) <= 64
+    assert all(now - moment < SAVINGS_WINDOW_S for moment, *_ in list(kept)[1:])
 
 
 def test_vanilla_steps_are_evidence_whosever_plan_they_are() -> None:

@@ -255,6 +255,8 @@ def test_every_alert_that_ships_is_of_one_installation_only(tmp_path: Path) -> N
         f'medusa_requests_total{{{of_class},outcome="server_error"}}': (0, 40),
         f'medusa_requests_total{{{of_class},outcome="limited"}}': (0, 600),
         'medusa_requests_total{model="other",class="unclassified",outcome="unauthorized"}': (0, 600),
+        f"medusa_decode_time_seconds_total{{{of_class}}}": (20, 40),
+        f"medusa_vanilla_time_seconds_total{{{of_class}}}": (30, 30),
         f'{BUCKET}{{{named},le="10.0"}}': (100, 20),
         f"{COUNT}{{{named}}}": (100, 100),
         f'{tpot}_bucket{{{named},le="0.5"}}': (100, 20),
