@@ -56,8 +56,9 @@ typecheck: $(VENV)/.installed-test
 tools: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support.debian || echo "tests that need these will be skipped"
 
+# As many processes as there are cores, four at most, each with whole files: what a file has started is started once.
 test: lint typecheck model tools
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest -m gpu

@@ -17,9 +17,10 @@ from typing import Any
 
 import httpx
 
-from tests.policy.test_policy_store import ValkeyProcess, free_port
 from tests.support.debian import find
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
+from tests.support.valkey import ValkeyProcess
 
 PATIENCE_S = 60.0
 START_S = 180.0

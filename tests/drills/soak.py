@@ -32,8 +32,9 @@ import httpx
 
 from gateway.auth.keyfile import new_key, written_digest
 from tests.drills.drill_rig import MODEL, Replica
-from tests.policy.test_policy_store import ValkeyProcess, free_port
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
+from tests.support.valkey import ValkeyProcess
 
 REMOTE = "remote"
 PROMPTS = 8
