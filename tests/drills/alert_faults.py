@@ -18,10 +18,10 @@ from gateway.auth.access import Access
 from policy.config.watched_file import read_regular
 from policy.file.format import default_policy
 from policy.statistics.counters import StatsKey
-from tests.policy.test_policy_store import ValkeyProcess
 from tests.support.fakes import FakeDecoder
 from tests.support.live_gateway import MODEL, LiveGateway
 from tests.support.scripted_upstream import ScriptedUpstream
+from tests.support.valkey import ValkeyProcess
 
 CHAT = "/v1/chat/completions"
 BODY = {

@@ -27,10 +27,10 @@ from typing import Any
 import httpx
 
 from tests.drills.progress import PROGRESS_S, await_line
-from tests.policy.test_policy_store import ValkeyProcess
 from tests.support.alert_receivers import Webhook, running_alertmanager
 from tests.support.debian import Unavailable, find
 from tests.support.paths import ROOT
+from tests.support.valkey import ValkeyProcess
 
 STEP_S = 180.0
 STEP_WINDOWS = 40.0

@@ -20,7 +20,6 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ import httpx
 from policy.shared.redis_client import parse_redis_url
 from policy.statistics.epoch_book import RETAINED_EPOCHS, epoch_of
 from policy.statistics.store import RedisStore
+from tests.drills.drill_report import Fault, Stream, report, show
 from tests.drills.drill_rig import MODEL, PATIENCE_S, Replica, Rig
 from tests.support.debian import Unavailable
 
@@ -39,38 +39,6 @@ LIMIT_S = 900.0
 COUNTERS_S = 60.0
 LAG_S = 3.0
 """What a killed replica may take with it: a second of counting, one of writing, and the machine's own sluggishness."""
-
-
-@dataclass(slots=True)
-class Stream:
-    """One request. ``problem`` None: it came to its end."""
-
-    started: float
-    first: float | None = None
-    ended: float = 0.0
-    server: str = ""
-    problem: str | None = None
-    duplicated: int = 0
-    lost: int = 0
-
-
-@dataclass(slots=True)
-class Fault:
-    name: str
-    victim: str
-    began: float = 0.0
-    struck: float = 0.0
-    healed: float = 0.0
-    over: float = 0.0
-    notes: list[str] = field(default_factory=list)
-
-    def phase_of(self, stream: Stream) -> str | None:
-        """A stream that was under way when the fault struck belongs to it."""
-        if not self.began <= stream.started < self.over:
-            return None
-        if stream.ended < self.struck:
-            return "before"
-        return "during" if stream.started < self.healed else "after"
 
 
 def request_of(index: int) -> dict[str, Any]:
@@ -318,57 +286,6 @@ class Drill:
             for fault in self.faults
         )
 
-    def report(self) -> dict[str, Any]:
-        rows = []
-        for fault in self.faults:
-            for phase in ("before", "during", "after"):
-                mine = [each for each in self.streams if fault.phase_of(each) == phase]
-                waits = sorted((each.first - each.started) * 1000 for each in mine if each.first is not None)
-                rows.append(
-                    {
-                        "fault": fault.name,
-                        "victim": fault.victim,
-                        "phase": phase,
-                        "requests": len(mine),
-                        "failed": sum(each.problem is not None for each in mine),
-                        "duplicated": sum(each.duplicated for each in mine),
-                        "lost": sum(each.lost for each in mine),
-                        "ttft_p50_ms": _quantile(waits, 0.5),
-                        "ttft_p99_ms": _quantile(waits, 0.99),
-                    }
-                )
-        failures = sorted({each.problem for each in self.streams if each.problem is not None})
-        notes = {fault.name: fault.notes for fault in self.faults}
-        return {
-            "rows": rows,
-            "counters": self.counted,
-            "failures": failures,
-            "notes": notes,
-            "broken_promises": sorted(set(self.broken)),
-        }
-
-
-def _quantile(values: list[float], share: float) -> float | None:
-    return round(values[min(int(len(values) * share), len(values) - 1)], 1) if values else None
-
-
-def show(report: dict[str, Any]) -> None:
-    columns = list(report["rows"][0])
-    table = [columns, *([str(row[name]) for name in columns] for row in report["rows"])]
-    widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    for name, lines in report["notes"].items():
-        print(f"{name}: {', '.join(lines)}" if lines else f"{name}: -")
-    for name, steps in report["counters"].items():
-        print(f"steps of {name}: {steps['own']} counted, {steps['redis']} in Redis")
-    for each in report["failures"]:
-        print(f"what clients saw of failed streams: {each}")
-    for each in report["broken_promises"]:
-        print(f"BROKEN: {each}")
-    if not report["broken_promises"]:
-        print("every promise was kept")
-
 
 async def drill(engine: str, replicas: int, seconds: float, clients: int, *, restart: bool = True) -> dict[str, Any]:
     """Run it all. ``restart`` false: replicas that end stay away.
@@ -379,7 +296,7 @@ async def drill(engine: str, replicas: int, seconds: float, clients: int, *, res
         async with asyncio.timeout(LIMIT_S), Rig(Path(folder), engine, replicas) as rig:
             run = Drill(rig, seconds, clients, restart)
             await run.run()
-            return run.report()
+            return report(run.streams, run.faults, run.counted, run.broken)
 
 
 def main() -> int:
@@ -399,7 +316,7 @@ def main() -> int:
     if args.replicas < 3:
         parser.error("--replicas must be at least 3: one is killed, one drained, one cut from Redis")
     try:
-        report = asyncio.run(drill(args.engine, args.replicas, args.seconds, args.clients, restart=not args.no_restart))
+        done = asyncio.run(drill(args.engine, args.replicas, args.seconds, args.clients, restart=not args.no_restart))
     except Unavailable as error:
         print(f"no haproxy: {error}", file=sys.stderr)
         return 2
@@ -407,10 +324,10 @@ def main() -> int:
         print(f"not done within {LIMIT_S:g} s: this machine is too slow or too busy for it", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(done))
     else:
-        show(report)
-    return 1 if report["broken_promises"] else 0
+        show(done)
+    return 1 if done["broken_promises"] else 0
 
 
 if __name__ == "__main__":

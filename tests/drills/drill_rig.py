@@ -19,9 +19,10 @@ import httpx
 
 from backends.engine.loading import DEMO_HEADS
 from backends.models.demo import prepare_demo_model
-from tests.policy.test_policy_store import ValkeyProcess, free_port
 from tests.support.debian import find
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
+from tests.support.valkey import ValkeyProcess
 
 PATIENCE_S = 60.0
 START_S = 180.0

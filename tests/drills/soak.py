@@ -15,14 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +30,10 @@ import httpx
 
 from gateway.auth.keyfile import new_key, written_digest
 from tests.drills.drill_rig import MODEL, Replica, model_fields
-from tests.policy.test_policy_store import ValkeyProcess, free_port
-from tests.support.paths import ROOT
+from tests.drills.soak_report import KINDS, Fault, Outcome, Usage, report, show, usage_of
+from tests.drills.soak_rig import BACKENDS, end, launch_upstream, replica_of
+from tests.support.ports import free_port
+from tests.support.valkey import ValkeyProcess
 
 REMOTE = "remote"
 PROMPTS = 8
@@ -41,24 +41,8 @@ PROGRESS_S = 10.0
 LIMIT_S = 300.0
 """What all but the load may take: starts, references, waiting for the last requests."""
 REQUEST_S = 60.0
-JUMP_S = 7200.0
 BROKEN_POLICY = "version: 1\ndefaults: {nodes: a lot}\n"
 POLICY = "version: 1\ncost: {per_gpu_hour: 2.5}\n"
-_BACKENDS = """\
-version: 1
-backends:
-  - {{name: engine, kind: engine, {model}, serves: {name}, dtype: float32, threads: 1, max_running: 8}}
-  - name: far
-    kind: openai
-    url: http://127.0.0.1:{port}/v1
-    serves: {remote}
-    upstream_model: {name}
-    timeouts: {{first_byte: 2s, between_bytes: 2s}}
-    breaker: {{failures: 3, open: 1s}}
-    health: {{every: 1s, timeout: 1s}}
-"""
-KINDS = {"short": 6, "long": 2, "whole": 4, "cancelled": 3, "slow reader": 1, "bad input": 2, "upstream": 3}
-"""What clients do, by how often."""
 BAD = (
     b"{",
     b'{"model": "drill"}',
@@ -66,44 +50,6 @@ BAD = (
     b'{"model": "nobody", "messages": [{"role": "user", "content": "x"}]}',
     b'{"model": "drill", "messages": [{"role": "user", "content": "x"}], "temperature": "hot"}',
 )
-
-
-@dataclass(slots=True)
-class Fault:
-    """``victims``: names of replicas, or of the upstream's model, whose requests it excuses while it lasts."""
-
-    name: str
-    victims: tuple[str, ...] = ()
-    began: float = 0.0
-    ended: float = float("inf")
-    noticed: bool = False
-
-
-@dataclass(slots=True)
-class Outcome:
-    kind: str
-    replica: str
-    began: float
-    ended: float = 0.0
-    problem: str | None = None
-    wrong: int = 0
-
-
-@dataclass(slots=True)
-class Usage:
-    """Of one process. ``memory_mb`` is resident."""
-
-    memory_mb: float
-    descriptors: int
-    threads: int
-
-
-def usage_of(pid: int) -> Usage:
-    status = dict(
-        line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
-    )
-    memory_mb = int(status["VmRSS"].split()[0]) / 1024
-    return Usage(round(memory_mb, 1), len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
 
 
 def wrong_tokens(expected: str, found: str, *, whole: bool) -> int:
@@ -117,16 +63,6 @@ def body_of(index: int, model: str = MODEL, *, long: bool = False) -> dict[str, 
     sampled = {"temperature": 0.9, "seed": index} if index % 2 else {"temperature": 0}
     messages = [{"role": "user", "content": f"Question {index}: what comes after {index * 7}?"}]
     return {"model": model, "messages": messages, "max_tokens": 200 if long else 24, **sampled}
-
-
-def excused(outcome: Outcome, faults: list[Fault]) -> bool:
-    """Whether a fault of its replica, or of what it asked, was on while it ran."""
-    return any(
-        (outcome.replica in fault.victims or outcome.kind in fault.victims)
-        and outcome.began <= fault.ended
-        and fault.began <= outcome.ended
-        for fault in faults
-    )
 
 
 @dataclass
@@ -167,7 +103,7 @@ class Soak:
                 task.cancel()
         await self._settled(idle)
         self._look("end")
-        return self._report()
+        return report(self.outcomes, self.faults, self.usage, self.memory, self.broken)
 
     # The load.
 
@@ -370,51 +306,6 @@ class Soak:
             done = len(self.outcomes)
             say(f"{at:.0f} of {self.seconds:g} s: {done} requests, {failed} failed, {wrong} characters wrong")
 
-    def _report(self) -> dict[str, Any]:
-        rows = []
-        for kind in KINDS:
-            mine = [each for each in self.outcomes if each.kind == kind]
-            rows.append(
-                {
-                    "kind": kind,
-                    "requests": len(mine),
-                    "failed": sum(each.problem is not None for each in mine),
-                    "excused": sum(each.problem is not None and excused(each, self.faults) for each in mine),
-                    "wrong": sum(each.wrong for each in mine),
-                }
-            )
-        causes = Counter(
-            f"{each.problem} ({'excused' if excused(each, self.faults) else 'NOT excused'})"
-            for each in self.outcomes
-            if each.problem is not None
-        )
-        broken = list(self.broken)
-        broken += [
-            f"{row['wrong']} characters wrong in requests of kind '{row['kind']}'" for row in rows if row["wrong"]
-        ]
-        broken += [
-            f"{row['failed'] - row['excused']} requests of kind '{row['kind']}' failed for no fault"
-            for row in rows
-            if row["failed"] > row["excused"]
-        ]
-        return {
-            "rows": rows,
-            "causes": dict(causes.most_common()),
-            "faults": [
-                {"fault": each.name, "noticed": each.noticed, "seconds": round(each.ended - each.began, 1)}
-                for each in self.faults
-            ],
-            "usage": {
-                name: {when: vars_of(each) for when, each in looks.items()} for name, looks in self.usage.items()
-            },
-            "memory_by_thirds_mb": [round(sum(each) / len(each), 1) if each else None for each in self.memory],
-            "broken_promises": broken,
-        }
-
-
-def vars_of(usage: Usage) -> dict[str, float]:
-    return {name: getattr(usage, name) for name in Usage.__slots__}
-
 
 async def eventually(replicas: list[Replica], look: Any, wanted: Any, within_s: float = 60.0) -> bool:
     deadline = time.monotonic() + within_s
@@ -428,26 +319,6 @@ async def eventually(replicas: list[Replica], look: Any, wanted: Any, within_s: 
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-def show(report: dict[str, Any]) -> None:
-    print(f"{'requests':14}{'sent':>8}{'failed':>8}{'excused':>9}{'chars wrong':>14}")
-    for row in report["rows"]:
-        print(f"{row['kind']:14}{row['requests']:8}{row['failed']:8}{row['excused']:9}{row['wrong']:14}")
-    for cause, count in report["causes"].items():
-        print(f"failed: {count} x {cause}")
-    for fault in report["faults"]:
-        print(f"fault: {fault['fault']}, {'noticed' if fault['noticed'] else 'NOT NOTICED'}, {fault['seconds']} s")
-    for name, looks in report["usage"].items():
-        for when, each in looks.items():
-            counts = f"{each['descriptors']} descriptors, {each['threads']} threads"
-            print(f"{name} at {when}: {each['memory_mb']} MB, {counts}")
-    thirds = ", ".join("-" if each is None else f"{each} MB" for each in report["memory_by_thirds_mb"])
-    print(f"mean memory of r0 in each third of the time: {thirds}")
-    for each in report["broken_promises"]:
-        print(f"BROKEN: {each}")
-    if not report["broken_promises"]:
-        print("0 tokens wrong, 0 pages leaked, every failure has its fault: every promise was kept")
 
 
 async def soak(engine: str, seconds: float, rate: float) -> dict[str, Any]:
@@ -464,22 +335,22 @@ async def soak(engine: str, seconds: float, rate: float) -> dict[str, Any]:
             await asyncio.to_thread(redis.start)
             stack.callback(redis.kill)
             port = free_port()
-            upstream = _launch_upstream(port, folder)
+            upstream = launch_upstream(port, folder)
             stack.callback(upstream.wait)
             stack.callback(upstream.kill)
-            backends = _BACKENDS.format(model=model_fields(engine), name=MODEL, remote=REMOTE, port=port)
+            backends = BACKENDS.format(model=model_fields(engine), name=MODEL, remote=REMOTE, port=port)
             (folder / "backends.yaml").write_text(backends)
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=50)
             client = httpx.AsyncClient(
                 timeout=REQUEST_S, limits=limits, trust_env=False, headers={"authorization": f"Bearer {key}"}
             )
             await stack.enter_async_context(client)
-            replicas = [_replica(f"r{i}", redis.port, folder) for i in range(2)]
+            replicas = [replica_of(f"r{i}", redis.port, folder) for i in range(2)]
             for replica in replicas:
                 await replica.proxy.start()
                 stack.push_async_callback(replica.proxy.stop)
                 replica.launch()
-                stack.push_async_callback(_end, replica)
+                stack.push_async_callback(end, replica)
             say("two replicas start")
             for replica in replicas:
                 await replica.ready(client)
@@ -488,41 +359,7 @@ async def soak(engine: str, seconds: float, rate: float) -> dict[str, Any]:
             return await run.run()
 
 
-def _launch_upstream(port: int, folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.drills.drill_rig", str(port), "memory"]
-    with open(folder / "upstream.log", "ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-
-
-def _replica(name: str, redis: int, folder: Path) -> Replica:
-    replica = Replica(name, "fake", redis, folder)
-    replica._command = [sys.executable, "-m", "tests.drills.soak", "--replica", "serve"]
-    replica._command += ["--backends", str(folder / "backends.yaml"), "--policy", str(folder / "policy.yaml")]
-    replica._command += ["--api-keys", str(folder / "keys.yaml"), "--port", str(replica.port)]
-    replica._command += ["--redis-url", f"redis://127.0.0.1:{replica.proxy.port}/0"]
-    return replica
-
-
-async def _end(replica: Replica) -> None:
-    if replica.process is not None and replica.process.poll() is None:
-        replica.signal(signal.SIGKILL)
-        await replica.ended()
-
-
-def _with_a_clock_that_jumps(argv: list[str]) -> int:
-    """A gateway whose wall clock goes :data:`JUMP_S` forth at a SIGUSR1, and back at the next."""
-    offset, real = [0.0], time.time
-    # Before anything of the gateway is imported: its parts take the clock as a default.
-    time.time = lambda: real() + offset[0]
-    signal.signal(signal.SIGUSR1, lambda *_: offset.__setitem__(0, JUMP_S - offset[0]))
-    from gateway.cli import main as gateway
-
-    return gateway(argv)
-
-
 def main() -> int:
-    if sys.argv[1:2] == ["--replica"]:
-        return _with_a_clock_that_jumps(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m tests.drills.soak", description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
     add("--engine", default="tiny", help="'tiny': random weights; 'demo': the demo model; else a folder; default: tiny")
@@ -531,15 +368,15 @@ def main() -> int:
     add("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     try:
-        report = asyncio.run(soak(args.engine, args.seconds, args.rate))
+        done = asyncio.run(soak(args.engine, args.seconds, args.rate))
     except TimeoutError:
         print(f"not done {LIMIT_S:g} s after its load: too slow or too busy for it", file=sys.stderr)
         return 1
     if args.json:
-        print(json.dumps(report))
+        print(json.dumps(done))
     else:
-        show(report)
-    return 1 if report["broken_promises"] else 0
+        show(done)
+    return 1 if done["broken_promises"] else 0
 
 
 if __name__ == "__main__":

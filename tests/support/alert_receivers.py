@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from tests.policy.test_policy_store import free_port
 from tests.support.fakes import PATIENCE_S
+from tests.support.ports import free_port
 
 
 class Webhook:

@@ -18,7 +18,7 @@ import httpx
 from telemetry.catalog import Metric
 from tests.support.debian import binary
 from tests.support.fakes import PATIENCE_S
-from tests.support.otlp_collectors import free_port
+from tests.support.ports import free_port
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from backends.heads.format import backbone_fingerprint, save_heads
 from backends.models.tiny import tiny_heads, tiny_model, tiny_tokenizer
 from telemetry.catalog import METRICS
 from tests.drills.demo_alert import serving
-from tests.policy.test_policy_store import ValkeyProcess
 from tests.support.debian import binary
 from tests.support.prometheus_server import running_prometheus
+from tests.support.valkey import ValkeyProcess
 
 DASHBOARD: dict[str, Any] = json.loads(
     resources.files("telemetry").joinpath("assets/grafana-dashboard.json").read_text()

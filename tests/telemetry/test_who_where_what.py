@@ -23,10 +23,10 @@ from gateway.serving.targets import Backends, UpstreamTarget
 from policy.runtime import PolicyRuntime
 from telemetry.attributes import Attributes as A
 from telemetry.logs import REQUEST_LOG, JsonFormatter
-from tests.policy.test_policy_store import ValkeyProcess
 from tests.support.access_helpers import bearer, entry, new_key, write_keys
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 from tests.support.scripted_upstream import DONE, event, scripted_upstream, stream
+from tests.support.valkey import ValkeyProcess
 from tests.telemetry.test_telemetry_requests import HELLO, Observed, observing
 
 CHAT = "/v1/chat/completions"

@@ -22,7 +22,7 @@ from backends.cost.step_cost import StepCost
 from backends.cost.stores import CostStore, FolderStore
 from policy.shared.cost_tables import TTL_S, RedisCostStore
 from policy.shared.redis_client import connect, parse_redis_url
-from tests.policy.test_policy_store import ValkeyProcess
+from tests.support.valkey import ValkeyProcess
 
 FACTS = {"device": "a CPU", "cores": "2", "dtype": "bfloat16"}
 TABLE = StepCost(rows=((1, 8.0), (8, 11.0), (32, 28.0)), heads=((1, 0.7), (4, 0.9)))

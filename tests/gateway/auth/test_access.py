@@ -21,10 +21,11 @@ from gateway.auth.access import Access, can_be_rebound
 from gateway.auth.errors import NotAllowed
 from gateway.auth.keyfile import KeyFileError, json_schema, parse_keys
 from gateway.settings import GatewaySettings
-from tests.policy.test_policy_store import ValkeyProcess, free_port
 from tests.support.access_helpers import CHAT, bearer, chat, entry, keyed_gateway, new_key, write_keys
 from tests.support.fakes import FakeDecoder
 from tests.support.live_gateway import LiveGateway, running_gateway
+from tests.support.ports import free_port
+from tests.support.valkey import ValkeyProcess
 
 PATIENCE_S = 30.0
 ALICE, GUEST, ROOT, OLD, OFF, TIGHT, SMALL, ONE = (new_key() for _ in range(8))

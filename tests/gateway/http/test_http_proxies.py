@@ -23,8 +23,8 @@ from tests.support.access_helpers import CHAT, chat
 from tests.support.debian import binary
 from tests.support.fakes import PATIENCE_S
 from tests.support.live_gateway import running_gateway
-from tests.support.otlp_collectors import free_port
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
 from tests.support.wire import Echo, Wire, echoing
 from tests.support.wire_cases import CASES, Seen, get
 

@@ -18,10 +18,10 @@ import httpx
 import pytest
 
 from gateway.http.stopping import place_of, stopped
-from tests.policy.test_policy_store import ValkeyProcess
 from tests.support.access_helpers import bearer, entry, new_key, write_keys
 from tests.support.fakes import PATIENCE_S
 from tests.support.paths import ROOT
+from tests.support.valkey import ValkeyProcess
 
 SERVER = """
 import asyncio, logging, sys, threading, time

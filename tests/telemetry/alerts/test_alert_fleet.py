@@ -29,7 +29,7 @@ from telemetry.alerts.fleet import (
     with_told,
 )
 from telemetry.alerts.sharing import BoardUnavailable, SharedBoard
-from tests.policy.test_policy_store import ValkeyProcess
+from tests.support.valkey import ValkeyProcess
 
 ALARM = Alarm(rule="slow", model="m", class_name="code", receivers=("ops",))
 REPEATS = {"ops": 600.0}
