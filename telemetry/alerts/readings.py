@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from policy.alerts import FALLBACK_WINDOW_S, LATENCY_BOUNDS, PER_TOKEN_BOUNDS, RATE_WINDOW_S, AlertRule
 from policy.statistics.aggregate import Statistics
+from policy.statistics.counters import JUDGED
 from telemetry import catalog
 from telemetry.catalog import WINDOW_S, Metric
 from telemetry.request_counts import RequestWindow, Totals, quantile, slower_than
@@ -168,8 +169,8 @@ def steps_lately(statistics: Statistics, now: float) -> dict[Subject, StepsLatel
     lately: dict[Subject, StepsLately] = {}
     for name in statistics.window.names:
         arms = statistics.window.all_arms(name, now, WINDOW_S)
-        policy = arms["policy"].steps if "policy" in arms else 0.0
-        lately[name] = StepsLately(policy, sum(tally.get("control_steps") for tally in arms.values()))
+        judged = sum(tally.steps for arm, tally in arms.items() if arm in JUDGED)
+        lately[name] = StepsLately(judged, sum(tally.get("control_steps") for tally in arms.values()))
     return lately
 
 

@@ -15,7 +15,8 @@ from gateway import cli
 from gateway.routing.backends_file import json_schema, parse_backends
 from gateway.routing.spec import EngineSpec, Placement, UpstreamSpec
 from gateway.serving.startup import with_threads
-from gateway.upstream.backend import ApiKeyError, UpstreamBackend, read_api_key
+from gateway.upstream.api_key import ApiKeyError, read_api_key
+from gateway.upstream.backend import UpstreamBackend
 from policy.config.problems import ConfigError
 from tests.gateway.commands.test_cli import FakeLoading, Served, loading, served
 from tests.support.fakes import FakeDecoder
