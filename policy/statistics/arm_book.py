@@ -26,7 +26,7 @@ this too, so the next answer decides."""
 ENOUGH_REQUESTS = 2.0
 """With fewer at the very load and temperature, evidence at others is taken with it."""
 _SHIFT_SHARE, _SHIFT_SIGMAS = 0.15, 3.0
-_SHIFT_ANSWERS = 3.0
+_SHIFT_ANSWERS, _CLEAR_FACTOR = 3.0, 1.5
 _LINE_ANSWERS, _LINE_SPREAD = 4.0, 0.2
 
 
@@ -120,7 +120,9 @@ def shifted(fast: Tally, slow: Tally) -> bool:
     mean, before = fast.get("pace_us") / recent, slow.get("pace_us") / past
     variance = max(slow.get("pace_squares") / past - before**2, 0.0)
     chance = _SHIFT_SIGMAS * math.sqrt(variance * (1 / recent + 1 / past))
-    return abs(mean - before) > max(_SHIFT_SHARE * before, chance)
+    # A memory of two speeds has so much spread that nothing would surprise it.
+    clear = max(mean, before) > _CLEAR_FACTOR * min(mean, before)
+    return clear or abs(mean - before) > max(_SHIFT_SHARE * before, chance)
 
 
 class ArmBook:
