@@ -20,9 +20,6 @@ from policy.statistics.aggregate import Statistics
 from policy.statistics.arm_book import counters_of, failure, load_bucket
 from policy.statistics.counters import StatsKey, temperature_bucket
 
-TOKENS_OF_A_STEP = 8
-"""Fallback wants so many steps as evidence. The time of an upstream is that of a whole answer, which tells less than as
-many steps that are timed one by one."""
 DEFAULT_ANSWER_TOKENS = 128.0
 PROBE_EVERY_S = 5.0
 """A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
@@ -131,7 +128,8 @@ class ArmControl:
                 spent_s = measured.first_s + measured.gap_s
                 plain_s = figures.expected_first_s(measured.prompt_tokens) + figures.per_token_s * measured.gap_tokens
                 judged = counters_of(**measured._asdict())
-                judged.steps = math.ceil(measured.tokens / TOKENS_OF_A_STEP)
+                # Of plain decoding, which the evidence for a fallback is counted in.
+                judged.steps = measured.tokens
                 judged.spent_us, judged.vanilla_us = round(spent_s * 1e6), round(plain_s * 1e6)
                 found[StatsKey(facts.model, facts.class_name, bucket, "upstream").encode()] = judged
         self._statistics.add_own(found, now, self._wall_clock())

@@ -95,6 +95,9 @@ class Statistics:
             )
             if transition is not None:
                 transitions.append((name, transition))
+                if transition.to == "speculating":
+                    # Probes were too few to outweigh what is remembered of the slow days.
+                    self.arms.doubt(*name)
         self.live = live_stats(self._estimates, self._fallbacks, now=now, source=source, previous=self.live)
         return transitions
 

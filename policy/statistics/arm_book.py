@@ -140,6 +140,12 @@ class ArmBook:
                 if other.variant is not None and other.variant[0] != key.variant[0]:
                     cells[other] = cell.in_doubt()
 
+    def doubt(self, model: str, class_name: str) -> None:
+        """Something has changed: what is remembered of the class gives way to its next answers."""
+        cells = self._cells.get((model, class_name), {})
+        for key, cell in cells.items():
+            cells[key] = cell.in_doubt()
+
     def take_past(self, key: StatsKey, tally: Tally, now: float) -> None:
         """Start from what the store remembers, at a weight that present traffic soon outgrows."""
         answers = tally.get("requests") + tally.get("failures")
