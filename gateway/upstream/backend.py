@@ -38,7 +38,6 @@ _SLICES = 10
 SUSPECT_S = 5.0
 _MOST_HEALTH_BYTES = 1024 * 1024
 
-
 Note = Callable[[EventKind, str, str, dict[str, Any]], None]
 """Told of a backend's changes: kind, message, model, values."""
 
@@ -98,9 +97,7 @@ class UpstreamBackend:
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
         self._running: list[asyncio.Task[None]] = []
-        self._watch: EngineWatch | None = None
-        if spec.metrics is not None:
-            self._watch = EngineWatch(spec.name, spec.url, spec.metrics, clock)
+        self._watch = EngineWatch(spec.name, spec.url, spec.metrics, clock) if spec.metrics else None
 
     @property
     def name(self) -> str:
