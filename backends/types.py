@@ -157,6 +157,11 @@ class DecodeCounters:
     would have cost without speculation in the same batches, by the cost table; ``spent_us``: what they did cost by the
     table; ``measured_us``: wall time, shared out evenly over the sequences of each step. ``control_*``: the part that
     came from requests with a vanilla plan.
+
+    From ``requests`` on: sums over whole answers of an upstream, which an engine does not count. ``first_us``: to the
+    first word; ``prompt_squares`` and ``first_prompt`` (us times tokens) are what a line through first words by length
+    of prompt takes. ``gap_us`` and ``gap_tokens``: after the first piece; ``paces``, ``pace_us`` and ``pace_squares``:
+    how many answers had such a time per token, its sum and the sum of its squares.
     """
 
     steps: int = 0
@@ -172,6 +177,17 @@ class DecodeCounters:
     control_tokens: int = 0
     control_vanilla_us: int = 0
     control_measured_us: int = 0
+    requests: int = 0
+    failures: int = 0
+    prompt_tokens: int = 0
+    prompt_squares: int = 0
+    first_us: int = 0
+    first_prompt: int = 0
+    gap_us: int = 0
+    gap_tokens: int = 0
+    paces: int = 0
+    pace_us: int = 0
+    pace_squares: int = 0
     attempts: list[int] = field(default_factory=list)
     hits: list[list[int]] = field(default_factory=list)
 

@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from backends.tree import CandidateTree
+from backends.tree import MAX_DEPTH, CandidateTree
 from backends.types import Acceptance, Method
-from policy.spec import PolicySpec, RequestFacts, Settings
+from policy.spec import PolicySpec, RequestFacts, Settings, WantedMethod
 from policy.statistics.counters import Arm, temperature_bucket
 from policy.statistics.snapshot import KeyStats, LiveStats
 
@@ -31,7 +31,8 @@ class Decision:
     ``temperature`` is the one to sample with; ``client_temperature`` the one that was asked for. ``stats_age_s`` None:
     there are no statistics yet. ``arm`` says whose books the request's counters go to. ``most_heads`` and
     ``most_nodes`` bound what a client may ask for, where ``client_override`` lets it ask. ``control_share``: of the
-    requests like this one, which part is drawn to decode vanilla; None where none is.
+    requests like this one, which part is drawn to decode vanilla; None where none is. ``most_depth`` and ``wanted``:
+    the policy's own bound on levels, and its method, whatever the model has: for upstreams.
     """
 
     method: Method
@@ -54,6 +55,8 @@ class Decision:
     stats_source: str
     stages: tuple[Stage, ...]
     control_share: float | None = None
+    most_depth: int = MAX_DEPTH
+    wanted: WantedMethod = "auto"
 
     @property
     def group(self) -> str:
@@ -143,8 +146,15 @@ def decide(spec: PolicySpec, stats: LiveStats, facts: RequestFacts, now: float, 
         stats_age_s=None if found is None else max(now - found.updated_at, 0.0),
         stats_source=stats.source,
         stages=tuple(stages),
+        most_depth=settings.max_heads,
+        wanted=settings.method,
         control_share=None if {"method", "fallback"} & {stage.name for stage in stages} else control or None,
     )
+
+
+def temperature_of(settings: Settings, facts: RequestFacts) -> float:
+    """The temperature that a request is sampled with."""
+    return _temperature(settings, facts, [])
 
 
 def _temperature(settings: Settings, facts: RequestFacts, stages: list[Stage]) -> float:

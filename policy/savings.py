@@ -42,7 +42,7 @@ def by_class(counters: Mapping[str, DecodeCounters]) -> dict[tuple[str, str], De
     totals: dict[tuple[str, str], DecodeCounters] = {}
     for text, each in counters.items():
         key = StatsKey.decode(text)
-        if key is not None:
+        if key is not None and key.of_engine:
             add_counters(totals.setdefault((key.model, key.class_name), DecodeCounters()), each)
     return totals
 

@@ -17,6 +17,8 @@ BUILT_IN_CLASSES = ("code", "chat", "creative", "unclassified")
 FORMAT_VERSION = 1
 Turn = Literal["first", "later"]
 WantedMethod = Literal["auto", "medusa", "vanilla"]
+Objective = Literal["latency", "throughput", "cost"]
+"""By what upstreams that decode differently are compared."""
 TreeChoice = Literal["auto", "measured"] | CandidateTree
 
 
@@ -94,6 +96,7 @@ class Settings:
     lookup: bool = True
     control: float = 0.0
     fallback: FallbackSettings = FallbackSettings()
+    objective: Objective = "latency"
 
     @property
     def max_heads(self) -> int:

@@ -18,6 +18,8 @@ class Attributes:
     TENANT = "medusa.tenant"
     BACKEND = "medusa.backend"
     ATTEMPTS = "medusa.upstream.attempts"
+    UPSTREAM_ARM = "medusa.upstream.arm"
+    UPSTREAM_ARM_RULE = "medusa.upstream.arm_rule"
     OUTCOME = "medusa.outcome"
     REPLICA = "medusa.replica"
     DEADLINE = "medusa.deadline_s"

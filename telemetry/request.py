@@ -37,7 +37,8 @@ class RequestRecord:
     was asked, ``attempts``: requests to upstreams, in their order. ``longest_gap`` between two pieces of a stream, the
     last of which came at ``said_at``. ``deadline``: seconds, and who set it; ``deadline_cut``: it ended the answer.
     ``control_share``: of the requests of the class that decode vanilla to compare with. ``content``: prompt and
-    answers, only where the operator wants them logged.
+    answers, only where the operator wants them logged. ``arm``: of the upstreams that decode differently, which one
+    answered, and by which rule.
     """
 
     operation: str
@@ -74,6 +75,7 @@ class RequestRecord:
     deadline: tuple[float, str] | None = None
     control_share: float | None = None
     content: dict[str, Any] | None = None
+    arm: tuple[str, str] | None = None
 
     def said(self, now: float) -> None:
         """A piece of a stream is ready to go out."""

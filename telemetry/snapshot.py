@@ -16,7 +16,7 @@ from backends.types import DecodeCounters, Decoder, OptionalFailures, StepSample
 from policy.config.watched_file import FileStatus
 from policy.spec import Cost
 from policy.statistics.aggregate import Statistics
-from policy.statistics.counters import StatsKey, Tally, add_counters, sum_tallies
+from policy.statistics.counters import JUDGED, StatsKey, Tally, add_counters, sum_tallies
 from policy.statistics.syncing import StoreHealth
 from telemetry import catalog
 from telemetry.catalog import MOST_CLASSES, MOST_HEADS, MOST_RANKS, OTHER, WINDOW_S, Metric
@@ -183,7 +183,7 @@ def _classes(put: _Put, sources: Sources, closed: ClosedLabels, now: float) -> N
         if name[0] in closed.models:
             lately.setdefault(closed.of(*name), []).append(statistics.window.all_arms(name, now, WINDOW_S))
     for labels, arms in lately.items():
-        tally = sum_tallies(each["policy"] for each in arms if "policy" in each)
+        tally = sum_tallies(tally for each in arms for arm, tally in each.items() if arm in JUDGED)
         put(catalog.ACCEPTANCE_RATE, tally.acceptance_rate, *labels)
         put(catalog.SPEEDUP_FACTOR, tally.speedup, *labels)
         _accuracies(put, catalog.HEAD_ACCURACY, tally.accuracies, labels)
@@ -216,7 +216,7 @@ def _counts(put: _Put, sources: Sources, closed: ClosedLabels) -> None:
     totals: dict[tuple[str, str], DecodeCounters] = {}
     for text, counters in sources.statistics.book.total().items():
         key = StatsKey.decode(text)
-        if key is not None:
+        if key is not None and key.of_engine:
             add_counters(totals.setdefault(closed.of(key.model, key.class_name), DecodeCounters()), counters)
     for labels, total in totals.items():
         put(catalog.STEPS, total.steps, *labels)

@@ -118,6 +118,8 @@ def server_attributes(record: RequestRecord) -> dict[str, Any]:
             A.TENANT: record.tenant or None,
             A.BACKEND: record.backend or None,
             A.ATTEMPTS: tuple(f"{each.backend}: {each.outcome or 'abandoned'}" for each in record.attempts) or None,
+            A.UPSTREAM_ARM: None if record.arm is None else record.arm[0],
+            A.UPSTREAM_ARM_RULE: None if record.arm is None else record.arm[1],
             "gen_ai.request.model": record.model or None,
             **record.asked,
             "gen_ai.response.model": record.model if record.answer_id else None,

@@ -165,13 +165,15 @@ async def explain_decoding(request: Request[Any, Any, Any]) -> ASGIResponse:
     """
     gateway = gateway_of(request)
     call = await off_the_loop(_call, await read_json(request))
-    routed = route(call, request, gateway)
+    routed = route(call, request, gateway, dry=True)
     if routed.backend is None:
         raise refusal(call, routed, gateway)
     refuse_early(request.scope, gateway.access)
     ticket = gateway.explaining.admit(1)
     try:
-        told = await Attempt(call, routed.backend, routed.class_name, None, request, gateway).explain(ticket)
+        told = await Attempt(call, routed.backend, routed.class_name, None, request, gateway, routed.arm).explain(
+            ticket
+        )
         return json_response({**told, "routing": routed.choice.as_dict()})
     finally:
         ticket.close()

@@ -184,7 +184,7 @@ def _read_backends(args: argparse.Namespace, controller: Controller) -> Backends
 
 def _open_backends(args: argparse.Namespace, spec: BackendsSpec) -> Backends:
     from gateway.serving.startup import open_backends
-    from gateway.upstream.backend import ApiKeyError
+    from gateway.upstream.api_key import ApiKeyError
 
     def open_engine(engine: EngineSpec) -> Any:
         return _open_engine(args, replace(engine.options, served_name=engine.serves))

@@ -15,13 +15,16 @@ from gateway.routing.circuit_breaker import BreakerSettings
 from gateway.routing.spec import (
     EXTENSIONS,
     FORMAT_VERSION,
+    PLAIN,
     BackendSpec,
     BackendsSpec,
+    EngineMetrics,
     EngineSpec,
     HealthCheck,
     Placement,
     Timeouts,
     UpstreamSpec,
+    Variant,
 )
 from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Name, Number, OneOf
 from policy.config.problems import did_you_mean
@@ -118,6 +121,41 @@ _HEALTH = Block(
     },
     "the fields of a health check",
 )
+_SPECULATIVE = Block(
+    {"method": OneOf(("ngram", "eagle", "medusa", "draft", "mtp")), "tokens": Number(1, 256, whole=True)},
+    "how it drafts",
+    required=("method",),
+    about="tokens: drafts of a step, as the server was started.",
+)
+_VARIANT_FIELDS = Block(
+    {"name": _LABEL, "speculative": _SPECULATIVE},
+    "a variant",
+    required=("name",),
+    about="How the server decodes; upstreams of one model with different variants are arms (docs/upstreams.md).",
+)
+
+
+class _VariantKind:
+    """``plain``, or a block with a name."""
+
+    def read(self, source: Source, node: yaml.Node, path: str) -> Variant | None:
+        if isinstance(node, yaml.ScalarNode):
+            return PLAIN if OneOf(("plain",)).read(source, node, path) else None
+        before = len(source.problems)
+        given = _VARIANT_FIELDS.read(source, node, path)
+        if given is None or len(source.problems) > before:
+            return None
+        drafts = given.get("speculative", {})
+        if given["name"] == PLAIN.name and drafts:
+            source.complain(node, path, "'plain' is the name of a variant that drafts nothing; choose another")
+            return None
+        return Variant(given["name"], drafts.get("method"), drafts.get("tokens"))
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [{"const": "plain"}, _VARIANT_FIELDS.schema()]}
+
+
+_METRICS = Block({"path": _ROUTE, "every": Duration(0.5, 3600)}, "where an upstream shows its figures")
 _UPSTREAM = Block(
     {
         **_COMMON,
@@ -132,6 +170,9 @@ _UPSTREAM = Block(
         "timeouts": _TIMEOUTS,
         "breaker": _BREAKER,
         "health": _HEALTH,
+        "variant": _VariantKind(),
+        "per_hour": Number(0.000001, 1_000_000),
+        "metrics": _METRICS,
     },
     "an upstream",
     required=("name", "kind", "serves", "url"),
@@ -191,6 +232,7 @@ def _read(source: Source, root: yaml.Node, folder: Path) -> BackendsSpec:
         # What follows asks about the whole file, and would only repeat what is missing in it.
         return BackendsSpec(source.file, (), frozenset())
     _refuse_uncovered_models(source, nodes["backends"], backends)
+    _refuse_mixed_variants(source, nodes["backends"], backends)
     required = _required(source, nodes.get("models"), backends)
     return BackendsSpec(source.file, tuple(backends), required, 2 if retries is None else int(retries))
 
@@ -237,7 +279,7 @@ def _upstream(given: dict[str, Any], folder: Path) -> UpstreamSpec:
     def seconds(block: str, make: Callable[..., Any], plain: tuple[str, ...] = ()) -> Any:
         return make(**{name if name in plain else f"{name}_s": value for name, value in given.get(block, {}).items()})
 
-    plain = ("name", "serves", "url", "dialect", "api_key_env", "max_running", "max_in_flight")
+    plain = ("name", "serves", "url", "dialect", "api_key_env", "max_running", "max_in_flight", "variant", "per_hour")
     running = given.get("max_running", 32)
     return UpstreamSpec(
         placement=_placement(given),
@@ -247,6 +289,7 @@ def _upstream(given: dict[str, Any], folder: Path) -> UpstreamSpec:
         timeouts=seconds("timeouts", Timeouts),
         breaker=seconds("breaker", BreakerSettings, ("failures", "probes")),
         health=seconds("health", HealthCheck, ("path", "failures")),
+        metrics=seconds("metrics", EngineMetrics, ("path",)) if "metrics" in given else None,
         **{"max_in_flight": 4 * running, **{name: given[name] for name in plain if name in given}},
     )
 
@@ -271,6 +314,34 @@ def _refuse_uncovered_models(source: Source, node: yaml.Node, backends: list[Bac
                 "backends",
                 f"no backend of {model} takes every class of prompts; remove 'classes' from one of them",
             )
+
+
+def _refuse_mixed_variants(source: Source, node: yaml.Node, backends: list[BackendSpec]) -> None:
+    """Arms are compared with each other, so what a model's every backend is must be known."""
+    for model in dict.fromkeys(each.serves for each in backends):
+        served = [each for each in backends if each.serves == model]
+        variants = {each.name: each.variant for each in served if isinstance(each, UpstreamSpec)}
+        if not any(variants.values()):
+            continue
+        if unsaid := [name for name, variant in variants.items() if variant is None]:
+            source.complain(
+                node,
+                "backends",
+                f"some upstreams of {model} have a 'variant' and {', '.join(unsaid)} none; say variant: plain there",
+            )
+        if engines := [each.name for each in served if isinstance(each, EngineSpec)]:
+            source.complain(
+                node,
+                "backends",
+                f"{', '.join(engines)}: an engine of this process decides by itself how to decode, so it is no arm "
+                f"beside the variants of {model}; remove them, or serve it under another name",
+            )
+        meanings: dict[str, Variant] = {}
+        for name, variant in variants.items():
+            if variant is not None and meanings.setdefault(variant.name, variant) != variant:
+                source.complain(
+                    node, "backends", f"{name}: another variant of {model} is called '{variant.name}'; rename one"
+                )
 
 
 def _required(source: Source, node: yaml.Node | None, backends: list[BackendSpec]) -> frozenset[str]:

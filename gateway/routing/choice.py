@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Blocked = Literal["lacks", "full", "down"]
+Blocked = Literal["lacks", "full", "down", "arm"]
 
 SATURATED = 1.0
 """From this load on a backend has more sequences than it runs at once: the next priority is asked first."""
@@ -19,7 +19,7 @@ class Candidate:
     ``load``: sequences that it holds over those that it can run at once. ``free``: how many more it may hold.
     ``classes``: the only classes that it takes; None: all. ``down``: why it can't be asked now. ``lacks``: what the
     request asks for and it can't do. ``failed``: how it failed on this very request. ``busy``: it refused others for
-    lack of room a moment ago.
+    lack of room a moment ago. ``arm``: how it decodes, where that is a choice (see ``policy.arms``).
     """
 
     name: str
@@ -31,6 +31,7 @@ class Candidate:
     lacks: str | None = None
     failed: str | None = None
     busy: bool = False
+    arm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,20 @@ class Choice:
         }
 
 
-def choose(candidates: Sequence[Candidate], class_name: str, sequences: int) -> Choice:
-    """The backend for a request of ``class_name`` that needs ``sequences`` places.
+def in_the_running(candidates: Sequence[Candidate], class_name: str, sequences: int) -> list[Candidate]:
+    """Those among which only arm and load decide: able, and of the best priority that has room."""
+    able = [each for each in candidates if _verdict(each, class_name, sequences).blocked is None]
+    best = min((_rank(each)[0], 0 if _crowded(each) else each.priority) for each in able) if able else None
+    return [each for each in able if (_rank(each)[0], 0 if _crowded(each) else each.priority) == best]
+
+
+def choose(candidates: Sequence[Candidate], class_name: str, sequences: int, arm: str | None = None) -> Choice:
+    """The backend for a request of ``class_name`` that needs ``sequences`` places. ``arm``: the one that was chosen.
 
     Of those that can take it: the lowest priority that is not saturated, there the least loaded, there the first. When
     all are saturated or busy, the least loaded of any priority.
     """
-    verdicts = tuple(_verdict(each, class_name, sequences) for each in candidates)
+    verdicts = tuple(_verdict(each, class_name, sequences, arm) for each in candidates)
     open_to_it = [each for each, verdict in zip(candidates, verdicts, strict=True) if verdict.blocked is None]
     if not open_to_it:
         found = {verdict.blocked for verdict in verdicts}
@@ -76,7 +84,7 @@ def choose(candidates: Sequence[Candidate], class_name: str, sequences: int) -> 
     return Choice(best.name, _why(best, candidates, open_to_it, verdicts), None, verdicts)
 
 
-def _verdict(candidate: Candidate, class_name: str, sequences: int) -> Verdict:
+def _verdict(candidate: Candidate, class_name: str, sequences: int, arm: str | None = None) -> Verdict:
     if candidate.classes is not None and class_name not in candidate.classes:
         return Verdict(candidate.name, "lacks", f"takes only {', '.join(sorted(candidate.classes))}, not {class_name}")
     if candidate.lacks is not None:
@@ -87,6 +95,8 @@ def _verdict(candidate: Candidate, class_name: str, sequences: int) -> Verdict:
         return Verdict(candidate.name, "down", candidate.down)
     if candidate.free < sequences:
         return Verdict(candidate.name, "full", f"has {max(candidate.free, 0)} places free of {sequences} needed")
+    if arm is not None and candidate.arm != arm:
+        return Verdict(candidate.name, "arm", f"is of arm '{candidate.arm}', load {candidate.load:.2f}")
     return Verdict(candidate.name, None, f"load {candidate.load:.2f}{', busy' if candidate.busy else ''}")
 
 

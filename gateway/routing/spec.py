@@ -10,7 +10,8 @@ from backends.engine.options import EngineOptions
 from gateway.routing.circuit_breaker import BreakerSettings
 
 FORMAT_VERSION = 1
-Dialect = Literal["openai", "vllm", "medusa-gateway"]
+Dialect = Literal["openai", "vllm", "sglang", "llamacpp", "medusa-gateway"]
+SpeculationMethod = Literal["ngram", "eagle", "medusa", "draft", "mtp"]
 
 SAMPLING_EXTENSIONS = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
 VLLM_FORMATS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -19,6 +20,8 @@ OTHER_FORMATS = ("regex", "ebnf", "json_schema", "grammar")
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "openai": (),
     "vllm": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS),
+    "sglang": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS),
+    "llamacpp": ("top_k", "min_p", "ignore_eos", "grammar", "json_schema"),
     "medusa-gateway": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "decoding"),
 }
 """The fields beyond OpenAI's that an upstream of each dialect honours."""
@@ -65,10 +68,39 @@ class HealthCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """How an upstream decodes, as the operator says. Upstreams of one model with the same ``name`` are one arm.
+
+    ``method`` None: it drafts nothing. ``tokens``: drafts of a step; None: not said.
+    """
+
+    name: str
+    method: SpeculationMethod | None = None
+    tokens: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        return self.method is None
+
+
+PLAIN = Variant("plain")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """Where an upstream shows figures of its own, from the root of its server, and how often they are read."""
+
+    path: str = "/metrics"
+    every_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
 class UpstreamSpec:
     """A server elsewhere. ``url`` ends where OpenAI's does, mostly in ``/v1``. At most one of ``api_key_env`` and
     ``api_key_file`` is set. ``max_running``: sequences that it is expected to run at once; ``max_in_flight``: most that
-    it is ever sent. ``ca_file``: certificates to trust instead of the system's."""
+    it is ever sent. ``ca_file``: certificates to trust instead of the system's. ``variant`` None: how it decodes is not
+    said, so it is no arm. ``per_hour``: what it costs, for arms that are chosen by cost. ``metrics`` None: its own
+    figures are not read."""
 
     name: str
     serves: str
@@ -84,6 +116,9 @@ class UpstreamSpec:
     timeouts: Timeouts = field(default_factory=Timeouts)
     breaker: BreakerSettings = field(default_factory=BreakerSettings)
     health: HealthCheck = field(default_factory=HealthCheck)
+    variant: Variant | None = None
+    per_hour: float = 1.0
+    metrics: EngineMetrics | None = None
 
 
 BackendSpec = EngineSpec | UpstreamSpec

@@ -10,6 +10,7 @@ from backends.grammar.spec import GrammarSpec
 from backends.types import DecodingPlan, ModelInfo, SamplingParams, TokenGrammar
 from gateway.admission import Places, Ticket
 from gateway.routing.choice import Candidate
+from gateway.serving.arms import ChosenArm
 from gateway.serving.call import Call
 from gateway.serving.planning import Deadline
 from gateway.settings import GatewaySettings
@@ -180,6 +181,9 @@ class Backend(Protocol):
         """Raises :class:`InvalidRequest` for prompts that don't fit."""
         ...
 
-    def plan(self, call: Call, facts: RequestFacts, decision: Decision, why: str | None) -> Plan:
-        """Put the client's own wishes in. ``why``: why this backend was chosen. Raises :class:`InvalidRequest`."""
+    def plan(
+        self, call: Call, facts: RequestFacts, decision: Decision, why: str | None, arm: ChosenArm | None = None
+    ) -> Plan:
+        """Put the client's own wishes in. ``why``: why this backend was chosen; ``arm``: and its arm, of upstreams that
+        decode differently. Raises :class:`InvalidRequest`."""
         ...

@@ -4,11 +4,13 @@ statistics; it waits for nothing and nobody. What keeps them current is :class:`
 
 from __future__ import annotations
 
+import random
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from gateway.serving.arms import ArmControl
 from gateway.serving.background import Background
 from gateway.serving.events import EventBook
 from gateway.serving.statistics_store import OpenStore, memory_store
@@ -25,13 +27,16 @@ PROBE_EVERY_S = 5.0
 """A class in fallback is probed at least this often, if there is any traffic, however small its share of probes."""
 MOST_HELD = 4096
 
+_system_random = random.SystemRandom()
+
 Classify = Callable[[Sequence[Mapping[str, Any]] | str], str]
 
 
 class Controller:
     """Used from one event loop only. ``classify`` names the class of a prompt; without it, prompts are unclassified.
 
-    ``events``: what happened. ``background``: what goes on beside requests.
+    ``arms``: the choice among upstreams that decode differently. ``events``: what happened. ``background``: what goes
+    on beside requests.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Controller:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         replica: str | None = None,
+        draw: Callable[[], float] = _system_random.random,
     ) -> None:
         self.policy = policy
         self.clock = clock
@@ -54,6 +60,7 @@ class Controller:
         self.background = Background(
             policy, self.statistics, self.events, self._forget_shapes, self.decision_on, open_store, clock, wall_clock
         )
+        self.arms = ArmControl(policy, self.statistics, clock, wall_clock, draw)
         self._classify = classify
         self._held: dict[HeldKey, Held] = {}
         self._probed_at: dict[tuple[str, str], float] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,17 +10,21 @@ from litestar import Request
 from litestar.response.base import ASGIResponse
 
 from gateway.request_record import record_of
-from gateway.routing.choice import Candidate, Choice, choose
+from gateway.routing.choice import Candidate, Choice, choose, in_the_running
+from gateway.serving.arms import ChosenArm
 from gateway.serving.backend import Backend
 from gateway.serving.call import Call
 from gateway.serving.controller import Controller
 from gateway.serving.pipeline import Attempt
-from gateway.serving.planning import prompt_to_classify
+from gateway.serving.planning import prompt_to_classify, turn_of
 from gateway.serving.state import GatewayState
+from gateway.serving.targets import UpstreamTarget
 from gateway.upstream.errors import UpstreamFailure, UpstreamUnavailable
 from gateway.wire.errors import APIError, InvalidRequest, QueueFull, Unavailable
 from gateway.wire.hops import hops_of
 from gateway.wire.requests import GenerationFields
+from gateway.wire.validation import requested_max_tokens
+from policy.spec import RequestFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class RoutedTo:
     class_name: str
     backend: Backend | None
     choice: Choice
+    arm: ChosenArm | None = None
 
 
 def route(
@@ -38,16 +43,56 @@ def route(
     gateway: GatewayState,
     class_name: str | None = None,
     failed: Mapping[str, str] | None = None,
+    *,
+    dry: bool = False,
 ) -> RoutedTo:
-    """Where ``call`` would go now. ``failed``: backends that failed on it, and how. Raises ModelNotFound or, for a
-    class that there is not, InvalidRequest."""
+    """Where ``call`` would go now. ``failed``: backends that failed on it, and how. ``dry``: it is only asked.
+
+    Raises ModelNotFound or, for a class that there is not, InvalidRequest."""
     backends = gateway.backends.of_model(call.body.model)
     if class_name is None:
         class_name = _classified(call, request, gateway)
     hops = hops_of(request)
     candidates = [_candidate(each, call, hops, failed or {}) for each in backends]
-    choice = choose(candidates, class_name, call.sequences)
-    return RoutedTo(class_name, None if choice.name is None else gateway.backends[choice.name], choice)
+    arm = _arm(call, request, gateway, class_name, candidates, dry=dry)
+    choice = choose(candidates, class_name, call.sequences, None if arm is None else arm.choice.name)
+    return RoutedTo(class_name, None if choice.name is None else gateway.backends[choice.name], choice, arm)
+
+
+def _arm(
+    call: Call,
+    request: Request[Any, Any, Any],
+    gateway: GatewayState,
+    class_name: str,
+    candidates: Sequence[Candidate],
+    *,
+    dry: bool,
+) -> ChosenArm | None:
+    """Which of the ways to decode that the model's upstreams offer; None where they say nothing of it, or none can."""
+    body, offers = call.body, []
+    for each in in_the_running(candidates, class_name, call.sequences) if any(each.arm for each in candidates) else ():
+        backend = gateway.backends[each.name]
+        if isinstance(backend, UpstreamTarget) and (offer := backend.offer(each)) is not None:
+            offers.append(offer)
+    if not offers:
+        return None
+    facts = RequestFacts(
+        request_id="",
+        model=body.model,
+        class_name=class_name,
+        tenant=request.scope.get("state", {}).get("tenant", ""),
+        turn=turn_of(body),
+        prompt_tokens=max(call.estimated_tokens, default=0),
+        temperature=body.temperature,
+        load=min(each.candidate.load for each in offers),
+    )
+    method = (body.decoding.method if body.decoding else None) or "auto"
+    return gateway.controller.arms.choose(facts, offers, method, requested_max_tokens_of(body), dry=dry)
+
+
+def requested_max_tokens_of(body: GenerationFields) -> int | None:
+    named = requested_max_tokens(body)
+    return None if named is None else named[1]
 
 
 def _classified(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> str:
@@ -79,7 +124,7 @@ async def dispatch(call: Call, request: Request[Any, Any, Any], gateway: Gateway
         several = len(routed.choice.verdicts) > 1
         why = f"backend {backend.name}: {routed.choice.reason}" if several else None
         try:
-            return await Attempt(call, backend, class_name, why, request, gateway).answer()
+            return await Attempt(call, backend, class_name, why, request, gateway, routed.arm).answer()
         except (UpstreamFailure, Unavailable, QueueFull) as error:
             last = error
             failed[backend.name] = error.code or "error"

@@ -14,6 +14,7 @@ from litestar.response.base import ASGIResponse
 from gateway.admission import Ticket
 from gateway.auth.charging import charge, refuse_early
 from gateway.request_record import note_asked, record_of
+from gateway.serving.arms import ChosenArm
 from gateway.serving.backend import Backend, Parameters, Plan, Prepared, Prompts, Running
 from gateway.serving.call import Call
 from gateway.serving.generation import unless_disconnected
@@ -46,7 +47,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One call on one backend. ``why`` it was chosen; None: the model has no other."""
+    """One call on one backend. ``why`` it was chosen; None: the model has no other. ``arm``: see ``serving.arms``."""
 
     call: Call
     backend: Backend
@@ -54,6 +55,7 @@ class Attempt:
     why: str | None
     request: Request[Any, Any, Any]
     gateway: GatewayState
+    arm: ChosenArm | None = None
 
     async def answer(self) -> ASGIResponse:
         """Have the backend answer, streamed or not.
@@ -129,7 +131,7 @@ class Attempt:
             model_heads=info.num_heads,
         )
         decision = controller.decide(facts, dry=dry)
-        plan = self.backend.plan(call, facts, decision, self.why)
+        plan = self.backend.plan(call, facts, decision, self.why, self.arm)
         stats = None
         if plan.decoding is not None:
             stats = controller.statistics.live.find(facts.model, facts.class_name, decision.bucket)

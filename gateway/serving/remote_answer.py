@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.admission import Ticket
 from gateway.request_record import noting_failure
+from gateway.serving.arms import ChosenArm
 from gateway.serving.backend import Parameters, Prepared, Prompts
 from gateway.serving.call import Call
 from gateway.serving.planning import refuse_what_policy_forbids
@@ -18,6 +19,8 @@ from gateway.settings import GatewaySettings
 from gateway.upstream.backend import UpstreamBackend
 from gateway.upstream.chunk import Chunk
 from gateway.upstream.errors import UpstreamFailure
+from gateway.upstream.knobs import knobs
+from gateway.upstream.meter import Meter
 from gateway.upstream.payload import decoding_wishes, payload
 from gateway.upstream.relay import CutAtDeadline, Gathered, GatheredChoice, Identity, RelayWriter, relayed_events
 from gateway.upstream.stream import OnEnd, UpstreamAnswer
@@ -41,24 +44,33 @@ def measure(call: Call, parameters: Parameters, settings: GatewaySettings) -> Pr
 class RemotePlan:
     """The policy's word on temperature and deadline holds for whoever decodes. How it decodes is not ours.
 
-    ``temperature`` None: the upstream's default. ``report``: what is said of it beside the answer.
+    ``temperature`` None: the upstream's default. ``report``: what is said of it beside the answer. ``knobs``: what it
+    is told of drafting. ``arm``: why it was chosen among those that decode differently.
     """
 
     backend: UpstreamBackend
     temperature: float | None
     report: RemoteReport
+    knobs: Mapping[str, Any]
+    arm: ChosenArm | None = None
 
     decoding = None
 
     @classmethod
-    def of(cls, call: Call, backend: UpstreamBackend, decision: Decision, why: str | None) -> RemotePlan:
+    def of(
+        cls, call: Call, backend: UpstreamBackend, decision: Decision, why: str | None, arm: ChosenArm | None = None
+    ) -> RemotePlan:
         """Raises :class:`InvalidRequest`."""
         body = call.body
         if body.decoding is not None:
             # What the policy forbids a client is not to be had by way of an upstream either.
             refuse_what_policy_forbids(body.decoding, decoding_wishes(body.decoding), decision)
         set_here = body.temperature is not None or any(stage.name == "temperature" for stage in decision.stages)
-        return cls(backend, decision.temperature if set_here else None, report_of(backend, decision, why))
+        told = knobs(backend.spec.dialect, backend.spec.variant, decision)
+        if body.decoding is not None and "decoding" in told and decoding_wishes(body.decoding):
+            told = {}
+        report = report_of(backend, decision, why, arm, told)
+        return cls(backend, decision.temperature if set_here else None, report, told, arm)
 
     def as_dict(self) -> dict[str, Any]:
         return msgspec.to_builtins(self.report)
@@ -69,27 +81,43 @@ class RemotePlan:
             # The drain ran out of patience while the key's limits were asked.
             raise shutting_down()
         call, spec = prepared.call, self.backend.spec
-        path, sent = payload(call.body, call.prompt, spec.dialect, spec.upstream_model, self.temperature)
+        path, sent = payload(call.body, call.prompt, spec.dialect, spec.upstream_model, self.temperature, self.knobs)
         headers = {HOPS_HEADER: str(prepared.hops + 1), "x-request-id": prepared.request_id}
         permit = self.backend.begin()
         # The upstream's spans become children of ours, or of the client's where we have none.
         out = prepared.telemetry.call_out(
             prepared.record, self.backend.name, spec.url, spec.upstream_model or self.backend.model, headers
         )
-        answer = UpstreamAnswer(self.backend, permit, path, sent, headers, call.sequences, on_end=_ended(out))
+        meter = None
+        if self.arm is not None:
+            meter = Meter(self.backend.clock, Tally(prepared.prompts.total), call.sequences)
+            prepared.record.arm = self.arm.choice.name, self.arm.choice.rule
+        ended = _ended(out, self.arm, meter)
+        answer = UpstreamAnswer(self.backend, permit, path, sent, headers, call.sequences, meter=meter, on_end=ended)
         prepared.ticket.on_abort = answer.abort_for_shutdown
         return RemoteAnswer(answer, self.report, self.backend.model, prepared)
 
 
-def _ended(out: OutgoingCall) -> OnEnd:
+def _ended(out: OutgoingCall, arm: ChosenArm | None, meter: Meter | None) -> OnEnd:
     def end(error: APIError | None, outcome: str) -> None:
         out.end(outcome, failed=error is not None)
+        if arm is None or meter is None:
+            return
+        if isinstance(error, UpstreamFailure) and error.at_fault:
+            arm.note(None)
+        elif outcome == "completed" and (measured := meter.result()) is not None:
+            arm.note(measured)
 
     return end
 
 
-def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> RemoteReport:
-    reasons = [f"{backend.model} is served by the upstream '{backend.name}', which decodes as it will"]
+def report_of(
+    backend: UpstreamBackend, decision: Decision, why: str | None, arm: ChosenArm | None, told: Mapping[str, Any]
+) -> RemoteReport:
+    how = "which decodes as it will" if arm is None else f"of arm '{arm.choice.name}': {arm.choice.reason}"
+    reasons = [f"{backend.model} is served by the upstream '{backend.name}', {how}"]
+    if told:
+        reasons.append("the policy's bounds on drafting were sent with it")
     reasons += [stage.reason for stage in decision.stages if stage.name in ("rule", "temperature")]
     return RemoteReport(
         backend=backend.name,
@@ -97,6 +125,9 @@ def report_of(backend: UpstreamBackend, decision: Decision, why: str | None) -> 
         reason="; ".join([*reasons, *([why] if why else [])]),
         rule=decision.rule,
         policy_version=decision.policy_version,
+        arm=None if arm is None else arm.report,
+        sent=dict(told),
+        engine=backend.engine_report(),
     )
 
 

@@ -54,7 +54,7 @@ def open_backends(spec: BackendsSpec, max_queue: int, open_engine: Callable[[Eng
     """Load every engine, one after another, since each measures what its steps cost. Upstreams are asked only later:
     one that is down keeps nobody from starting.
 
-    Raises :class:`gateway.upstream.backend.ApiKeyError` before anything is loaded, and what ``open_engine`` raises,
+    Raises :class:`gateway.upstream.api_key.ApiKeyError` before anything is loaded, and what ``open_engine`` raises,
     with every engine closed again.
     """
     opened: dict[str, Backend] = {each.name: UpstreamTarget(each) for each in spec.upstreams}

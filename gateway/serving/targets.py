@@ -11,6 +11,7 @@ from gateway.admission import Places
 from gateway.routing.choice import Candidate
 from gateway.routing.spec import Placement
 from gateway.serving import engine_answer, remote_answer
+from gateway.serving.arms import ChosenArm, Offer
 from gateway.serving.backend import Backend, Parameters, Prompts
 from gateway.serving.call import Call, ServedModel
 from gateway.serving.planning import check_options
@@ -106,7 +107,9 @@ class EngineBackend:
     async def measure(self, call: Call, parameters: Parameters, settings: GatewaySettings) -> Prompts:
         return await engine_answer.measure(call, self.served, parameters, settings)
 
-    def plan(self, call: Call, facts: RequestFacts, decision: Decision, why: str | None) -> engine_answer.EnginePlan:
+    def plan(
+        self, call: Call, facts: RequestFacts, decision: Decision, why: str | None, arm: ChosenArm | None = None
+    ) -> engine_answer.EnginePlan:
         return engine_answer.EnginePlan.of(call, self.served, facts, decision, why)
 
 
@@ -122,8 +125,17 @@ class UpstreamTarget(UpstreamBackend):
     async def measure(self, call: Call, parameters: Parameters, settings: GatewaySettings) -> Prompts:
         return remote_answer.measure(call, parameters, settings)
 
-    def plan(self, call: Call, facts: RequestFacts, decision: Decision, why: str | None) -> remote_answer.RemotePlan:
-        return remote_answer.RemotePlan.of(call, self, decision, why)
+    def plan(
+        self, call: Call, facts: RequestFacts, decision: Decision, why: str | None, arm: ChosenArm | None = None
+    ) -> remote_answer.RemotePlan:
+        return remote_answer.RemotePlan.of(call, self, decision, why, arm)
+
+    def offer(self, candidate: Candidate) -> Offer | None:
+        """As one of the arms of its model; None where it is none. ``candidate``: its own."""
+        spec = self.spec
+        if spec.variant is None:
+            return None
+        return Offer(candidate, spec.variant, spec.max_running, spec.per_hour, self.suspect)
 
 
 class Backends:

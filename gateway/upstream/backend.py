@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,13 +20,14 @@ from gateway.admission import Places
 from gateway.routing import circuit_breaker as circuit
 from gateway.routing.choice import Candidate
 from gateway.routing.spec import UpstreamSpec
+from gateway.upstream.api_key import ApiKeyError, read_api_key
+from gateway.upstream.engine_watch import EngineWatch
 from gateway.upstream.errors import OUTCOMES, UpstreamBusy, UpstreamFailure, outcome_of
 from gateway.upstream.payload import what_it_lacks
 from gateway.wire.errors import APIError
 from gateway.wire.hops import HOPS_HEADER, MAX_HOPS
 from gateway.wire.requests import INT32_MAX, GenerationFields
 from policy.background import PatientCall, cancel_and_wait, pause
-from policy.config.watched_file import read_regular
 from policy.records import EventKind
 from telemetry.words import transport_words
 
@@ -36,8 +35,8 @@ logger = logging.getLogger("gateway.upstream")
 
 _SLICES = 10
 """A check's time is waited for in slices: a loop that is held up once takes that for no silence of the upstream's."""
+SUSPECT_S = 5.0
 _MOST_HEALTH_BYTES = 1024 * 1024
-
 
 Note = Callable[[EventKind, str, str, dict[str, Any]], None]
 """Told of a backend's changes: kind, message, model, values."""
@@ -61,30 +60,6 @@ class _ModelEntry(msgspec.Struct):
 
 class _ModelList(msgspec.Struct):
     data: list[_ModelEntry]
-
-
-class ApiKeyError(ValueError):
-    """The key for an upstream can't be had; the message names variable or file, never the key."""
-
-
-def read_api_key(spec: UpstreamSpec) -> str | None:
-    """The key, from where the operator said; None if nowhere. Raises :class:`ApiKeyError`."""
-    if spec.api_key_env is not None:
-        where, key = f"the environment variable {spec.api_key_env}", os.environ.get(spec.api_key_env, "")
-    elif spec.api_key_file is not None:
-        where = spec.api_key_file
-        try:
-            key = read_regular(Path(spec.api_key_file)).decode("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ApiKeyError(f"can't read {where}: {error}") from None
-    else:
-        return None
-    key = key.strip()
-    if not key:
-        raise ApiKeyError(f"{where} is not set or empty")
-    if not (key.isascii() and key.isprintable()):
-        raise ApiKeyError(f"{where} holds something that is no key: it must be one line of printable ASCII")
-    return key
 
 
 class UpstreamBackend:
@@ -116,11 +91,13 @@ class UpstreamBackend:
         self._breaker = circuit.Breaker(spec.breaker)
         self._busy_until = 0.0
         self._heard_at = -math.inf
+        self._failed_at = -math.inf
         self._key = read_api_key(spec)
         self._read_key = PatientCall(lambda: read_api_key(spec), clock=clock)
         self._transport = transport
         self._client: httpx.AsyncClient | None = None
-        self._checking: asyncio.Task[None] | None = None
+        self._running: list[asyncio.Task[None]] = []
+        self._watch = EngineWatch(spec.name, spec.url, spec.metrics, clock) if spec.metrics else None
 
     @property
     def name(self) -> str:
@@ -158,7 +135,7 @@ class UpstreamBackend:
 
     def lacking(self, body: GenerationFields) -> tuple[str, ...]:
         """Names of the fields of ``body`` that it does not honour."""
-        return what_it_lacks(body, self.spec.dialect)
+        return what_it_lacks(body, self.spec.dialect, self.spec.variant)
 
     def candidate(self, body: GenerationFields, hops: int = 0) -> Candidate:
         """As ``body``, which came through ``hops`` gateways, sees it."""
@@ -168,14 +145,30 @@ class UpstreamBackend:
             lacks = f"is one gateway too many: {HOPS_HEADER} is {hops} already"
         return Candidate(
             self.name,
-            load=self.places.in_flight / self.spec.max_running,
+            load=self.occupied / self.spec.max_running,
             free=self.places.free,
             priority=self.spec.placement.priority,
             classes=self.spec.placement.classes,
             down=self._down(),
             lacks=lacks,
             busy=self.clock() < self._busy_until,
+            arm="" if self.spec.variant is None else self.spec.variant.name,
         )
+
+    @property
+    def occupied(self) -> float:
+        """Sequences that it holds: ours, or all, where it tells and there are others."""
+        told = None if self._watch is None else self._watch.occupied
+        return max(self.places.in_flight, told or 0.0)
+
+    def engine_report(self) -> dict[str, Any] | None:
+        """What it says of itself lately; None where that is not read."""
+        return None if self._watch is None else self._watch.report()
+
+    @property
+    def suspect(self) -> bool:
+        """Its last request failed by its own fault, a moment ago: others of its model come first."""
+        return self.clock() - self._failed_at < SUSPECT_S
 
     @property
     def retry_after_s(self) -> float:
@@ -199,6 +192,7 @@ class UpstreamBackend:
         self._change(circuit.answering(self._breaker, permit))
 
     def complete(self, permit: circuit.Permit) -> None:
+        self._failed_at = -math.inf
         self.counts["completed"] += 1
         self.outcomes["completed"] += 1
         self._change(circuit.completed(self._breaker, permit))
@@ -212,6 +206,7 @@ class UpstreamBackend:
             self._busy_until = self.clock() + float(error.headers["retry-after"])
         if isinstance(error, UpstreamFailure) and error.at_fault:
             logger.warning("backend %s: %s", self.name, self.last_error)
+            self._failed_at = self.clock()
             self._change(circuit.failed(self._breaker, permit, self.clock()))
         else:
             # A refusal, too, is the answer of a server that is well.
@@ -258,13 +253,14 @@ class UpstreamBackend:
             # The environment's proxies and .netrc are somebody else's wishes.
             trust_env=False,
         )
-        self._checking = asyncio.create_task(self._check_for_ever())
+        self._running = [asyncio.create_task(self._check_for_ever())]
+        if self._watch is not None:
+            self._running.append(asyncio.create_task(self._watch.run(self._client, self.headers)))
 
     async def stop(self) -> None:
         """Idempotent."""
-        checking, self._checking = self._checking, None
-        if checking is not None:
-            await cancel_and_wait(checking)
+        running, self._running = self._running, []
+        await cancel_and_wait(*running)
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -396,4 +392,7 @@ class UpstreamBackend:
             },
             "counts": dict(self.counts),
             "last_error": self.last_error,
+            "variant": None if spec.variant is None else spec.variant.name,
+            "suspect": self.suspect,
+            "engine": self.engine_report(),
         }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from gateway.routing.spec import EXTENSIONS, OTHER_FORMATS, SAMPLING_EXTENSIONS, VLLM_FORMATS, Dialect
+from gateway.routing.spec import EXTENSIONS, OTHER_FORMATS, SAMPLING_EXTENSIONS, VLLM_FORMATS, Dialect, Variant
 from gateway.wire.requests import ChatCompletionRequest, DecodingOptions, GenerationFields
 from gateway.wire.structured import ResponseFormat
 
@@ -23,8 +24,9 @@ CHARS_PER_TOKEN = 4
 """Of common tokenizers on English text; an upstream's own is not known here."""
 
 
-def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
-    """Names of the fields of ``body`` that an upstream of ``dialect`` does not honour."""
+def what_it_lacks(body: GenerationFields, dialect: Dialect, variant: Variant | None = None) -> tuple[str, ...]:
+    """Names of the fields of ``body`` that an upstream of ``dialect`` does not honour. One that is known to draft
+    nothing does what ``decoding.method: vanilla`` asks for."""
     allowed = EXTENSIONS[dialect]
     lacking = [name for name in _extensions(body) if name not in allowed]
     if dialect == "openai" and not isinstance(body, ChatCompletionRequest) and _wants_format(body):
@@ -32,7 +34,10 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
     if dialect == "openai" and isinstance(body, ChatCompletionRequest):
         lacking += [name for name in _TEMPLATE_FIELDS if getattr(body, name) not in (None, {}, False)]
     if "decoding" not in allowed:
-        lacking += [f"decoding.{name}" for name in decoding_wishes(body.decoding)]
+        wishes = decoding_wishes(body.decoding)
+        if variant is not None and variant.plain and body.decoding is not None and body.decoding.method == "vanilla":
+            wishes = [name for name in wishes if name != "method"]
+        lacking += [f"decoding.{name}" for name in wishes]
     return tuple(lacking)
 
 
@@ -44,12 +49,18 @@ def decoding_wishes(options: DecodingOptions | None) -> list[str]:
 
 
 def payload(
-    body: GenerationFields, prompt: Any, dialect: Dialect, upstream_model: str, temperature: float | None
+    body: GenerationFields,
+    prompt: Any,
+    dialect: Dialect,
+    upstream_model: str,
+    temperature: float | None,
+    knobs: Mapping[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """The path below the upstream's URL, and the body. ``prompt``: see :attr:`gateway.serving.call.Call.prompt`.
 
     Always streamed, whatever the client wants, so that an upstream that hangs is noticed. Labels (``user``,
     ``metadata``) are for this gateway's operator and go no further. ``temperature`` None: the upstream's default.
+    ``knobs``: fields by which the policy bounds drafting; the client's own wishes go first.
     """
     chat = isinstance(body, ChatCompletionRequest)
     stream_options = {"include_usage": True}
@@ -72,6 +83,8 @@ def payload(
     if "decoding" in EXTENSIONS[dialect] and (wishes := decoding_wishes(body.decoding)):
         options = msgspec.to_builtins(body.decoding)
         sent["decoding"] = {name: options[name] for name in wishes}
+    for name, value in (knobs or {}).items():
+        sent.setdefault(name, value)
     return ("/chat/completions" if chat else "/completions"), sent
 
 

@@ -21,6 +21,7 @@ from gateway.upstream.errors import (
     failure_of_status,
     outcome_of,
 )
+from gateway.upstream.meter import Meter
 from gateway.upstream.sse import EventParser, MalformedStream
 from gateway.wire.errors import APIError, handle_unexpected, shutting_down
 from telemetry.words import transport_words
@@ -132,12 +133,14 @@ class UpstreamAnswer:
         headers: dict[str, str],
         sequences: int,
         *,
+        meter: Meter | None = None,
         on_end: OnEnd = lambda error, outcome: None,
     ) -> None:
         """Sends the request, with the ``permit`` that ``backend.begin()`` gave. ``on_end`` is called once."""
         self._backend = backend
         self._permit = permit
         self._on_end = on_end
+        self._meter = meter
         self._sequences = sequences
         self._unfinished = set(range(sequences))
         self._held: list[Chunk] = []
@@ -263,6 +266,8 @@ class UpstreamAnswer:
     async def _pass_on(self, data: bytes) -> None:
         chunk = read_chunk(data, self._sequences, self._backend.name)
         self._backend.heard()
+        if self._meter is not None:
+            self._meter.take(chunk)
         for choice in chunk.choices:
             if choice.finish_reason is not None:
                 self._unfinished.discard(choice.index)
@@ -278,6 +283,8 @@ class UpstreamAnswer:
         self._queue.put_nowait(chunk)
         while self._queue.qsize() >= _AHEAD:
             self._room.clear()
+            if self._meter is not None:
+                self._meter.stalled = True
             await self._room.wait()
 
     def _hold(self, chunk: Chunk, size: int) -> None:

@@ -51,9 +51,38 @@ class DecodingReport(Struct):
     adapted_from: str | None = None
 
 
+class ArmEvidence(Struct):
+    """What was known of an arm when it was weighed. ``load``: sequences over those that run at once, this one included.
+    ``age_s``: since its last answer. Null: not measured yet."""
+
+    arm: str
+    load: float
+    load_bucket: str
+    suspect: bool = False
+    expected_ms: float | None = None
+    first_token_ms: float | None = None
+    ms_per_token: float | None = None
+    requests: float = 0.0
+    failure_share: float = 0.0
+    age_s: float | None = None
+    measured_at_load: str | None = None
+
+
+class ArmReport(Struct):
+    """Extension: which of a model's arms (upstreams that decode differently) answered, by which rule, and the evidence
+    on all of them."""
+
+    arm: str
+    kind: Literal["plain", "speculative"]
+    rule: str
+    reason: str
+    evidence: list[ArmEvidence]
+
+
 class RemoteReport(Struct):
     """Extension: the ``decoding`` of an answer that an upstream gave. How it decoded is not known here, so nothing is
-    claimed of it; ``upstream`` is what it says of itself, if it is a medusa-gateway too."""
+    claimed of it; ``upstream`` is what it says of itself, if it is a medusa-gateway too. ``arm``: null where the model
+    has none. ``sent``: what it was told of drafting. ``engine``: its own figures, where they are read."""
 
     backend: str
     upstream_model: str
@@ -61,6 +90,9 @@ class RemoteReport(Struct):
     rule: str
     policy_version: str
     upstream: Any = None
+    arm: ArmReport | None = None
+    sent: dict[str, Any] = {}
+    engine: dict[str, Any] | None = None
     method: Literal["remote"] = "remote"
 
 

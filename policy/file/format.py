@@ -88,6 +88,7 @@ _RULE_FIELDS: dict[str, Kind] = {
 }
 # Measuring is by class, so what steers it can't depend on the rule that one request happened to match.
 _CLASS_FIELDS: dict[str, Kind] = {**_RULE_FIELDS, "control": Share(0.5), "fallback": _FALLBACK}
+_CLASS_FIELDS["objective"] = OneOf(("latency", "throughput", "cost"))
 _SETTINGS = Block(_CLASS_FIELDS, "settings", about="How requests are decoded.")
 _WHEN = Block(
     {
@@ -318,6 +319,7 @@ def _merged(source: Source, parts: list[Part]) -> Settings:
             hold_s=fallback.get("hold", own.fallback.hold_s),
             probe=fallback.get("probe", own.fallback.probe),
         ),
+        objective=fields.get("objective", own.objective),
     )
     _refuse_contradictions(source, last, settings)
     return settings

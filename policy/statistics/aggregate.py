@@ -12,7 +12,8 @@ from typing import Any
 from backends.types import DecodeCounters
 from policy.fallback import FallbackState, Transition, advance, evidence_span
 from policy.spec import PolicySpec
-from policy.statistics.counters import StatsKey, Tally, added_since
+from policy.statistics.arm_book import ArmBook, as_evidence, figures_of
+from policy.statistics.counters import JUDGED, StatsKey, Tally, added_since
 from policy.statistics.epoch_book import EpochBook
 from policy.statistics.estimate import Estimate
 from policy.statistics.snapshot import LiveStats, live_stats
@@ -30,6 +31,7 @@ class Statistics:
         self.book = EpochBook()
         self.window = Window()
         self.live = LiveStats()
+        self.arms = ArmBook()
         self.unknown_keys = 0
         self._estimates: dict[StatsKey, Estimate] = {}
         self._fallbacks: dict[tuple[str, str], FallbackState] = {}
@@ -46,7 +48,7 @@ class Statistics:
                 continue
             self.book.add(text, value, wall_time)
             self._learn(key, value, now)
-            self.window.add(key, value, now)
+            self._add_to_window(key, value, now)
 
     def add_fleet(self, registers: Mapping[Register, DecodeCounters], prior: Prior, now: float) -> None:
         """What the store holds of other replicas; only what is new in it counts."""
@@ -66,7 +68,7 @@ class Statistics:
                 continue
             self._learn(key, delta, now)
             if not first:  # what was there at the start may be minutes old
-                self.window.add(key, delta, now)
+                self._add_to_window(key, delta, now)
 
     def forget_before(self, epoch: int) -> None:
         """Registers of epochs that are no longer read."""
@@ -85,9 +87,7 @@ class Statistics:
                 continue
             state = self._fallbacks.get(name) or FallbackState(since=now)
             least_s, least_steps, most_s = evidence_span(state, settings.fallback, now)
-            evidence = self.window.trailing(
-                name, "policy", now, least_s=least_s, least_steps=least_steps, most_s=most_s
-            )
+            evidence = self.window.trailing(name, JUDGED, now, least_s=least_s, least_steps=least_steps, most_s=most_s)
             known = self.live.by_class.get(name)
             accuracy = None if known is None else known.first_accuracy
             self._fallbacks[name], transition = advance(
@@ -95,6 +95,9 @@ class Statistics:
             )
             if transition is not None:
                 transitions.append((name, transition))
+                if transition.to == "speculating":
+                    # Probes were too few to outweigh what is remembered of the slow days.
+                    self.arms.doubt(*name)
         self.live = live_stats(self._estimates, self._fallbacks, now=now, source=source, previous=self.live)
         return transitions
 
@@ -116,6 +119,7 @@ class Statistics:
         return {
             "taken_s_ago": round(now - self.live.taken_at, 3),
             "source": self.live.source,
+            "arms": self.arm_report(now),
             "classes": [
                 {
                     "model": name[0],
@@ -133,7 +137,29 @@ class Statistics:
             ],
         }
 
+    def arm_report(self, now: float) -> list[dict[str, Any]]:
+        """What was measured of upstreams, by model, class, temperature bucket, variant and load bucket."""
+        return [
+            {
+                "model": key.model,
+                "class": key.class_name,
+                "temperature": key.bucket,
+                "arm": variant[0],
+                **as_evidence(figures),
+                "fallback": _fallback_report(self.live.fallbacks.get((key.model, key.class_name)), now),
+            }
+            for key, cell in sorted(self.arms.cells(), key=lambda item: item[0])
+            if (variant := key.variant) is not None and (figures := figures_of(cell, variant[1], now)) is not None
+        ]
+
+    def _add_to_window(self, key: StatsKey, counters: DecodeCounters, now: float) -> None:
+        if key.variant is None:
+            self.window.add(key, counters, now)
+
     def _learn(self, key: StatsKey, counters: DecodeCounters, now: float) -> None:
+        if key.variant is not None:
+            self.arms.learn(key, counters, now)
+            return
         estimate = self._estimates.get(key) or Estimate()
         self._estimates[key] = estimate.updated(Tally.of(counters), now)
 
@@ -142,6 +168,9 @@ class Statistics:
         for text, tally in prior.tallies.items():
             key = StatsKey.decode(text)
             if key is None or tally.steps <= 0:
+                continue
+            if key.variant is not None:
+                self.arms.take_past(key, tally, now)
                 continue
             past, present = Estimate.from_past(tally, now), self._estimates.get(key)
             # Counted before the store answered: both are kept, and the shift test tells if they don't agree.

@@ -9,12 +9,16 @@ from typing import Any, Literal, NamedTuple
 
 from backends.types import DecodeCounters
 
-Arm = Literal["policy", "control", "client"]
-"""Whose plan it was: the policy's, a control's (vanilla, to check predictions), or the client's own.
+Arm = Literal["policy", "control", "client", "upstream"]
+"""Whose plan it was: the policy's, a control's (vanilla, to check predictions), or the client's own; or, of upstreams
+that speculate, what their answers took against what the plain ones would have taken.
 
-Only the first tells whether the policy's speculation pays; a client's odd tree must not switch it off for others.
+Only the first and the last tell whether speculation pays; a client's odd tree must not switch it off for others.
 """
-ARMS: tuple[Arm, ...] = ("policy", "control", "client")
+ARMS: tuple[Arm, ...] = ("policy", "control", "client", "upstream")
+JUDGED: frozenset[str] = frozenset({"policy", "upstream"})
+"""The arms whose speedup decides on fallback, and is exported."""
+_UPSTREAM = "@"
 
 SCALARS = tuple(each.name for each in fields(DecodeCounters) if each.name not in ("attempts", "hits"))
 
@@ -35,7 +39,25 @@ class StatsKey(NamedTuple):
     def decode(cls, text: str) -> StatsKey | None:
         """None for a key that this gateway did not make."""
         parts = text.rsplit("|", 3)
-        return cls(*parts) if len(parts) == 4 and parts[3] in ARMS else None
+        return cls(*parts) if len(parts) == 4 and (parts[3] in ARMS or parts[3].startswith(_UPSTREAM)) else None
+
+    @classmethod
+    def of_upstream(cls, model: str, class_name: str, bucket: str, variant: str, load: str) -> StatsKey:
+        """For answers of upstreams that decode by ``variant``, at a load that the bucket ``load`` names."""
+        return cls(model, class_name, bucket, f"{_UPSTREAM}{variant}/{load}")
+
+    @property
+    def variant(self) -> tuple[str, str] | None:
+        """(variant, load bucket) of a key of :meth:`of_upstream`; None for others."""
+        if not self.arm.startswith(_UPSTREAM):
+            return None
+        variant, _, load = self.arm.removeprefix(_UPSTREAM).rpartition("/")
+        return variant, load
+
+    @property
+    def of_engine(self) -> bool:
+        """Whether it counts steps of an engine of this gateway, and not answers of an upstream."""
+        return self.arm != "upstream" and self.variant is None
 
 
 def temperature_bucket(temperature: float) -> str:

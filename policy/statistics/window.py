@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from backends.types import DecodeCounters
 from policy.statistics.counters import StatsKey, Tally
@@ -30,16 +31,23 @@ class Window:
         return list(self._ticks)
 
     def trailing(
-        self, name: tuple[str, str], arm: str, now: float, *, least_s: float, least_steps: float, most_s: float
+        self,
+        name: tuple[str, str],
+        arms: str | Collection[str],
+        now: float,
+        *,
+        least_s: float,
+        least_steps: float,
+        most_s: float,
     ) -> Tally:
-        """The newest counters of an arm: those of ``least_s`` seconds, and older ones until ``least_steps`` is reached,
-        but none that is ``most_s`` old."""
-        total = Tally()
+        """The newest counters of an arm, or of several: those of ``least_s`` seconds, and older ones until
+        ``least_steps`` is reached, but none that is ``most_s`` old."""
+        total, arms = Tally(), (arms,) if isinstance(arms, str) else arms
         for at, of_arm, tally in reversed(self._ticks.get(name, ())):
             age = now - at
             if age >= most_s or (age >= least_s and total.steps >= least_steps):
                 break
-            if of_arm == arm:
+            if of_arm in arms:
                 total = total.plus(tally)
         return total
 

@@ -15,6 +15,7 @@ from policy.alerts import (
     AlertRule,
 )
 from policy.statistics.aggregate import Statistics
+from policy.statistics.counters import JUDGED
 from telemetry import catalog
 from telemetry.catalog import WINDOW_S, Metric
 from telemetry.request_counts import RequestWindow, Totals, quantile, slower_than
@@ -180,8 +181,8 @@ def steps_lately(statistics: Statistics, now: float) -> dict[Subject, StepsLatel
     lately: dict[Subject, StepsLately] = {}
     for name in statistics.window.names:
         arms = statistics.window.all_arms(name, now, WINDOW_S)
-        policy = arms["policy"].steps if "policy" in arms else 0.0
-        lately[name] = StepsLately(policy, sum(tally.get("control_steps") for tally in arms.values()))
+        judged = sum(tally.steps for arm, tally in arms.items() if arm in JUDGED)
+        lately[name] = StepsLately(judged, sum(tally.get("control_steps") for tally in arms.values()))
     return lately
 
 

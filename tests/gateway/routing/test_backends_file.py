@@ -13,9 +13,10 @@ import yaml
 from backends.engine.options import EngineOptions
 from gateway import cli
 from gateway.routing.backends_file import json_schema, parse_backends
-from gateway.routing.spec import EngineSpec, Placement, UpstreamSpec
+from gateway.routing.spec import PLAIN, EngineMetrics, EngineSpec, Placement, UpstreamSpec, Variant
 from gateway.serving.startup import with_threads
-from gateway.upstream.backend import ApiKeyError, UpstreamBackend, read_api_key
+from gateway.upstream.api_key import ApiKeyError, read_api_key
+from gateway.upstream.backend import UpstreamBackend
 from policy.config.problems import ConfigError
 from tests.gateway.commands.test_cli import FakeLoading, Served, loading, served
 from tests.support.fakes import FakeDecoder
@@ -261,3 +262,42 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "b.yaml:6: x: unknown field" in capsys.readouterr().out
     assert cli.main(["backends", "schema"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "medusa-gateway backends"
+
+
+ARMS = """version: 1
+backends:
+  - {name: a, kind: openai, serves: m, url: "http://a:1/v1", variant: plain}
+  - name: b
+    kind: openai
+    serves: m
+    url: http://b:1/v1
+    per_hour: 2.5
+    metrics: {every: 2s}
+    variant: {name: spec-k4, speculative: {method: ngram, tokens: 4}}
+"""
+
+
+def test_variants_make_arms() -> None:
+    a, b = parse_backends(ARMS.encode(), "f.yaml").upstreams
+    assert a.variant == PLAIN
+    assert b.variant == Variant("spec-k4", "ngram", 4)
+    assert (b.per_hour, b.metrics) == (2.5, EngineMetrics(every_s=2.0))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "told"),
+    [
+        (", variant: plain", "", 3, "some upstreams of m have a 'variant' and a none"),
+        ("variant: plain", "variant: fast", 3, "'fast' is not known"),
+        ("variant: plain", "variant: {name: spec-k4}", 3, "another variant of m is called 'spec-k4'"),
+        ("name: spec-k4, spec", "name: plain, spec", 10, "'plain' is the name of a variant that drafts nothing"),
+        ("method: ngram", "method: magic", 10, "'magic' is not known"),
+        ("backends:\n", "backends:\n  - {name: e, kind: engine, serves: m}\n", 3, "e: an engine of this process"),
+    ],
+)
+def test_variants_that_make_no_sense_are_refused(old: str, new: str, line: int, told: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_backends(ARMS.replace(old, new).encode(), "f.yaml")
+    (problem,) = refused.value.problems
+    assert problem.line == line
+    assert told in problem.message
