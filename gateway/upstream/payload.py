@@ -33,6 +33,9 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
         lacking += [name for name in _TEMPLATE_FIELDS if getattr(body, name) not in (None, {}, False)]
     if "decoding" not in allowed:
         lacking += [f"decoding.{name}" for name in decoding_wishes(body.decoding)]
+    if body.decoding is not None and body.decoding.trace:
+        # Of any dialect: an upstream's own steps are not relayed.
+        lacking.append("decoding.trace")
     return tuple(lacking)
 
 
