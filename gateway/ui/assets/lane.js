@@ -82,6 +82,7 @@ export class Lane {
 
   end() {
     this.draw(true);
+    this.answer.scrollTop = 0;
     this.clock.textContent = seconds(this.took);
     const perStep = this.steps.length ? (this.ids.length / this.steps.length).toFixed(2) : "0";
     this.about.textContent = `${this.ids.length} tokens in ${this.steps.length} steps, ${perStep} a step`;
