@@ -1,6 +1,7 @@
 // The race: one prompt, plainly and adaptively, one after the other; then both side by side as they came.
 
-import { getJson, Refused, setKey, streamed } from "./api.js";
+import { getJson, streamed } from "./api.js";
+import { withKey } from "./keys.js";
 import { Lane } from "./lane.js";
 
 const find = (id) => document.getElementById(id);
@@ -11,20 +12,9 @@ function say(text, kind = "") {
   find("proof").className = kind;
 }
 
-function failed(error) {
-  if (error instanceof Refused && error.status === 401) {
-    find("keys").hidden = false;
-    find("key").focus();
-  }
-  say(error.message, "bad");
-}
-
 async function open() {
-  const known = await getJson("/v1");
-  find("version").textContent = known.version;
   const models = (await getJson("/v1/models")).data;
   find("model").replaceChildren(...models.map(({ id }) => new Option(id, id)));
-  find("keys").hidden = true;
   say("");
 }
 
@@ -105,10 +95,4 @@ async function replay() {
 
 find("race").addEventListener("submit", race);
 find("replay").addEventListener("click", replay);
-find("keys").addEventListener("submit", (event) => {
-  event.preventDefault();
-  setKey(find("key").value);
-  find("key").value = "";
-  open().catch(failed);
-});
-open().catch(failed);
+const failed = withKey(open, say);

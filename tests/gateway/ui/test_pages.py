@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,3 +109,27 @@ def test_with_keys_the_page_asks_for_one(browser: Browser, tmp_path: Path) -> No
         page.get_by_role("button", name="Use the key").click()
         page.wait_for_selector("#keys", state="hidden")
         assert page.input_value("#model") == MODEL
+
+
+def test_a_thousand_decisions_and_one_as_a_whole(browser: Browser) -> None:
+    with running_gateway() as live:
+        ask = {"model": MODEL, "messages": [{"role": "user", "content": "secret words"}], "max_tokens": 2}
+        ids = [live.http.post("/v1/chat/completions", json=ask).json()["id"] for _ in range(3)]
+        log = live.state.controller.decisions
+        for number in range(997):
+            log.add(replace(log.latest(1)[0], request_id=f"copy-{number}"))
+        with opened(browser, f"{live.url}/ui/decisions.html", width=360) as page:
+            page.wait_for_selector("tbody tr")
+            assert page.locator("tbody tr").count() == 1000
+            assert page.evaluate("document.documentElement.scrollWidth") <= 360
+            page.fill("#filter", "copy-7")
+            assert page.locator("tbody tr").count() == 111
+            page.get_by_role("button", name="Refresh").click()
+            page.fill("#filter", ids[2])
+            assert page.locator("tbody tr").count() == 1
+            page.get_by_role("button", name=ids[2]).click()
+            page.wait_for_selector("dialog[open]")
+            assert "Medusa heads" in page.inner_text("#whole-reason")
+            assert "secret words" not in page.content()
+            page.keyboard.press("Escape")
+            page.wait_for_selector("dialog", state="hidden")
