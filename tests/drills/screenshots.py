@@ -37,6 +37,9 @@ def main() -> int:
                     page.wait_for_selector("#proof.good, #proof.bad", timeout=PATIENCE_MS)
                     print(f"{name}: {page.inner_text('#proof')}", flush=True)
                     page.screenshot(path=FOLDER / name)
+            with opened(browser, f"{found.group(1)}/ui/decisions.html", height=500) as page:
+                page.wait_for_selector("tbody tr", timeout=PATIENCE_MS)
+                page.screenshot(path=FOLDER / "decisions.png")
         process.send_signal(signal.SIGTERM)
         return process.wait(timeout=60)
     finally:

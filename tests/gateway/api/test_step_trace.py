@@ -76,6 +76,15 @@ def test_no_record_keeps_a_trace(gateway: LiveGateway) -> None:
     assert kept["outcome"]["steps"] > 0 and "trace" not in kept["outcome"]
 
 
+def test_decisions_are_listed_newest_first(gateway: LiveGateway) -> None:
+    ids = [ask(gateway)["id"] for _ in range(3)]
+    listed = gateway.http.get("/admin/decisions?limit=2").json()["decisions"]
+    assert [each["request_id"] for each in listed] == [ids[2], ids[1]]
+    assert listed[0]["outcome"]["steps"] > 0 and "hi" not in listed[0].values()
+    for limit in ("0", "1001", "-1", "many", "²", ""):
+        assert gateway.http.get("/admin/decisions", params={"limit": limit}).status_code == 400
+
+
 def test_what_cannot_tell_a_trace_refuses_it_by_name(gateway: LiveGateway) -> None:
     wish = DecodingOptions(trace=True)
     body = ChatCompletionRequest(model=MODEL, messages=[], decoding=wish)
