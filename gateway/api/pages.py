@@ -4,21 +4,27 @@ key. A browser gets it at ``/`` too, where API clients get the pointer."""
 from __future__ import annotations
 
 from litestar import get
-from litestar.exceptions import NotFoundException
 from litestar.params import FromPath
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, Receive, Scope, Send
 
 from gateway.auth.guard import needs
 from gateway.ui.files import CONTENT_POLICY, ui_files
+from gateway.wire.errors import APIError
 
 _HEADERS = {"content-security-policy": CONTENT_POLICY, "cache-control": "no-cache", "vary": "accept"}
+
+
+class NoSuchFile(APIError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
 
 
 def _file(name: str) -> ASGIResponse:
     found = ui_files().get(name)
     if found is None:
-        raise NotFoundException
+        raise NoSuchFile("The page has no such file; it begins at /ui.")
     return ASGIResponse(body=found.content, media_type=found.media_type, status_code=200, headers=_HEADERS)
 
 
