@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8080
 SOAK_S ?= 60
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize test-arm demo-alert demo-fallback drill drill-alerts soak bench peers lock clean
+.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize test-arm demo-alert demo-fallback drill drill-alerts soak screenshots bench peers lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-sanitize   the kernels under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-arm   the kernels compiled for ARM, run under qemu: the bits that they give here"
 	@echo "make test-gpu   the checks that need a CUDA device"
+	@echo "make screenshots the page's pictures in docs/images, taken in a real Chromium"
 	@echo "make setup      only make $(VENV)"
 
 # One stamp for each set of packages, so that running a target again costs nothing.
@@ -84,6 +85,10 @@ drill-alerts: $(VENV)/.installed-test
 # Two replicas under an open load of all kinds for SOAK_S seconds, with faults by schedule. SOAK="--rate 3 --engine DIR"
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.drills.soak --seconds $(SOAK_S) $(SOAK)
+
+# The demo model raced in a real Chromium; needs one from PATH or Debian's archive.
+screenshots: model $(VENV)/.installed-test
+	@$(BIN)/python -m tests.drills.screenshots
 
 demo-alert: model $(VENV)/.installed-test
 	@$(BIN)/python -m tests.drills.demo_alert

@@ -136,6 +136,7 @@ class GenerationRequest:
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
     ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
     ``grammar``: what the answer must follow, opened for this request alone.
+    ``trace``: tell of every step (:attr:`TokenChunk.trace`).
     """
 
     request_id: str
@@ -146,6 +147,7 @@ class GenerationRequest:
     stats_key: str = ""
     continues: bool = False
     grammar: TokenGrammar | None = None
+    trace: bool = False
 
 
 @dataclass(slots=True)
@@ -261,12 +263,45 @@ class GenerationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TracedToken:
+    """One token of an answer, and who said it first.
+
+    ``end``: characters of the answer's text up to its end; less than the token's before it where a stop string cut the
+    text. ``source``: "model", "head 1" and so on, "lookup", "grammar", or another drafter's name. ``depth``: its level
+    in the candidate tree; 0 of the model's own. ``chance``: what its step gave the path to it before it was verified;
+    None of the model's own.
+    """
+
+    id: int
+    end: int
+    source: str = "model"
+    depth: int = 0
+    chance: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One step that gave tokens to one sequence. ``step`` counts from 1.
+
+    ``rows``: the sequence's own in the step: its pending token and ``nodes`` candidates, or a piece of its prompt.
+    ``ms``: wall time of the whole step, which other sequences may have shared.
+    """
+
+    step: int
+    rows: int
+    nodes: int
+    ms: float
+    tokens: tuple[TracedToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TokenChunk:
     """What one step added to one sequence: text that is safe to show, and the tokens behind it.
 
     ``finish_reason`` is set on the last chunk only, together with ``stats``; ``error`` explains reason "error" to the
     client: never an exception's own words, which may tell paths, addresses or somebody's text.
-    ``num_tokens`` counts completion tokens so far, after any cut at a stop.
+    ``num_tokens`` counts completion tokens so far, after any cut at a stop. ``trace``: of the steps behind it, where
+    the request asked for it.
     """
 
     text: str
@@ -277,6 +312,7 @@ class TokenChunk:
     stop_match: str | int | None = None
     stats: GenerationStats | None = None
     error: str | None = None
+    trace: tuple[StepTrace, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,7 @@ FIGURES: Mapping[str, Figure] = {
     "speculative_control_prediction_ratio": Figure("class", "measured over predicted time of vanilla requests"),
     "speculative_fallback_count": Figure("class", "fallbacks to vanilla within 15 minutes"),
     "speculative_fallback_active": Figure("class", "1 while a class is in fallback to vanilla, else 0"),
-    "medusa_engine_time_ratio": Figure(
-        "class", "engine time over that of vanilla decoding, in an hour: below 1 saves"
-    ),
+    "medusa_engine_time_ratio": Figure("class", "engine time over that of vanilla decoding, in an hour: below 1 saves"),
     "medusa_head_accuracy": Figure("class", "how often a head's first guess is right", by_head=True),
     "medusa_head_accuracy_ratio": Figure("class", "the same over its long memory: 1 is unchanged", by_head=True),
     "medusa_verification_step_ratio": Figure("model", "time of a verification step over that of a vanilla step"),

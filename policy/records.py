@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from policy.decision import Decision
@@ -54,6 +55,23 @@ class DecisionRecord:
             "outcome": self.outcome,
         }
 
+    def summary(self) -> dict[str, Any]:
+        """A line of a list: what was asked of whom, and what came of it; the whole is :meth:`as_dict`."""
+        return {
+            "request_id": self.request_id,
+            "at": self.at,
+            "model": self.facts.model,
+            "class": self.facts.class_name,
+            "tenant": self.facts.tenant,
+            "prompt_tokens": self.facts.prompt_tokens,
+            "backend": self.backend,
+            "method": self.decision.method,
+            "arm": self.decision.arm,
+            "rule": self.plan.get("rule", self.decision.rule),
+            "policy_version": self.decision.policy_version,
+            "outcome": self.outcome,
+        }
+
 
 class DecisionLog:
     """The last decisions, by response id and by the ``x-request-id`` of the HTTP request."""
@@ -76,6 +94,10 @@ class DecisionLog:
     def finish(self, request_id: str, outcome: Any) -> None:
         if (record := self._records.get(request_id)) is not None:
             record.outcome = outcome
+
+    def latest(self, most: int) -> list[DecisionRecord]:
+        """The last ones, newest first."""
+        return list(islice(reversed(self._records.values()), most))
 
     def find(self, name: str) -> DecisionRecord | None:
         return self._records.get(name) or self._records.get(self._aliases.get(name, ""))

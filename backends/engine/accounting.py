@@ -44,6 +44,7 @@ class StepAccounting:
         """Calibrate and count, after a step from ``began`` to ``ended`` (seconds) at whose end the drafters have
         guessed for the next one, which costs ``offers_ms`` by the table."""
         with self._optional.counting:
+            _trace(plan, outcomes, (ended - began) * 1e3)
             self._count(plan, decoded(outcomes), offers_ms, began, ended)
 
     def _count(self, plan: StepPlan, outcomes: list[Outcome], offers_ms: float, began: float, ended: float) -> None:
@@ -92,3 +93,13 @@ class StepAccounting:
                 measured_ms=measured_ms,
                 vanilla_ms=plan.price.vanilla_ms,
             )
+
+
+def _trace(plan: StepPlan, outcomes: list[Outcome], ms: float) -> None:
+    """Tell the sequences that are traced of the step."""
+    for outcome in outcomes:
+        item = outcome.scheduled
+        if (tracer := item.sequence.tracer) is None or not outcome.emitted:
+            continue
+        prompt_rows = sum(chunk.num_tokens for chunk in plan.prefill_chunks if chunk.sequence is item.sequence)
+        tracer.note_step(outcome.emitted, outcome.result.rows, item.draft, prompt_rows, ms)

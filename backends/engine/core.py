@@ -218,7 +218,10 @@ class EngineCore:
             if row > 0:
                 source = item.draft.sources[row - 1]
                 outcome.accepted_by[source] = outcome.accepted_by.get(source, 0) + 1
-            if sequence.accept(token, logits, item.first_row + row):
+            is_last = sequence.accept(token, logits, item.first_row + row)
+            if sequence.tracer is not None:
+                sequence.tracer.note_token(sequence.text.length)
+            if is_last:
                 return
 
     @staticmethod

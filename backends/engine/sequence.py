@@ -11,6 +11,7 @@ import torch
 
 from backends.engine.counters import RequestCounts
 from backends.engine.deadline import Behind, Pace, behind
+from backends.engine.step_trace import StepTracer
 from backends.engine.text_stream import TextStream
 from backends.models.detokenizer import Detokenizer
 from backends.models.tokenizer import HfTokenizer
@@ -60,6 +61,7 @@ class Sequence:
     paused_at: list[float] = field(default_factory=list)
     behind: Behind | None = None
     behind_at: float | None = None
+    tracer: StepTracer | None = None
     _unsent: list[int] = field(default_factory=list)
     _ending_ids: frozenset[int] = field(init=False)
 
@@ -77,6 +79,8 @@ class Sequence:
         stops = () if in_document else sampling.stop
         self.text = TextStream(stops, self.detokenizer.push, self.detokenizer.flush)
         self.speculation = Speculation(enabled=self.request.plan.method == "medusa")
+        if self.request.trace:
+            self.tracer = StepTracer()
         plan = self.request.plan
         if plan.method == "medusa" and plan.lookup and plan.tree is None:
             self.lookup = Lookup(self.tokens)
@@ -183,6 +187,7 @@ class Sequence:
             stop_match=self.stop_match,
             stats=self.stats() if final else None,
             error=self.error,
+            trace=() if self.tracer is None else self.tracer.take(),
         )
 
     def stats(self) -> GenerationStats:

@@ -33,6 +33,8 @@ from policy.file.format import parse_policy
 from policy.shared.redis_client import StoreUnavailable
 from policy.spec import PolicySpec
 
+MOST_LISTED = 1000
+"""Decisions in one list."""
 MOST_ASKED = 200
 """Characters of a name that other replicas are asked about."""
 _NULL = msgspec.Raw(b"null")
@@ -105,6 +107,17 @@ async def show_backends(request: Request[Any, Any, Any]) -> ASGIResponse:
             "backends": [each.as_dict() for each in gateway.backends.all],
         }
     )
+
+
+@get("/admin/decisions")
+async def list_decisions(request: Request[Any, Any, Any]) -> ASGIResponse:
+    """The last decisions of this replica, newest first; never what was asked or answered. ``limit``: how many."""
+    asked = request.query_params.get("limit", "100")
+    limit = int(asked) if asked.isascii() and asked.isdigit() and len(asked) <= 4 else 0
+    if not 1 <= limit <= MOST_LISTED:
+        raise InvalidRequest(f"'limit' must be an integer from 1 to {MOST_LISTED}.", param="limit")
+    found = gateway_of(request).controller.decisions.latest(limit)
+    return json_response({"decisions": [each.summary() for each in found]})
 
 
 @get("/admin/decisions/{request_id:str}")
@@ -191,4 +204,4 @@ def _call(raw: bytes) -> Call:
 
 def admin_routes() -> list[HTTPRouteHandler]:
     """The handlers of this module, for the app."""
-    return [show_policy, show_stats, show_backends, show_decision, validate_policy, explain_decoding]
+    return [show_policy, show_stats, show_backends, list_decisions, show_decision, validate_policy, explain_decoding]

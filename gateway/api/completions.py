@@ -15,7 +15,7 @@ from gateway.auth.guard import needs
 from gateway.serving.call import Answer, Call, ServedModel
 from gateway.serving.chat_answers import ReadChoiceWriter, message_of
 from gateway.serving.dispatch import dispatch
-from gateway.serving.results import ChoiceResult, decoding_report, usage
+from gateway.serving.results import ChoiceResult, usage, whole_report
 from gateway.serving.state import gateway_of
 from gateway.serving.streaming import ChatChoiceWriter, ChoiceWriter, CompletionChoiceWriter
 from gateway.tools.asked import check_chat, facts_of, template_input, upstream_messages
@@ -102,7 +102,7 @@ class ChatCall(Call):
                 model=answer.model,
                 choices=choices,
                 usage=usage(answer.prompt_tokens, results),
-                decoding=decoding_report(answer.plan, results),
+                decoding=whole_report(answer.plan, results, trace=self.traced),
             )
         )
 
@@ -147,7 +147,7 @@ class CompletionCall(Call):
                 model=answer.model,
                 choices=choices,
                 usage=usage(answer.prompt_tokens, results),
-                decoding=decoding_report(answer.plan, results),
+                decoding=whole_report(answer.plan, results, trace=self.traced),
             )
         )
 

@@ -111,6 +111,13 @@ def openapi_document(models: Sequence[str], needs_of: Mapping[str, Need] | None 
             "/readyz": {"get": _read("readiness", "Health", 503)},
             "/": {"get": _read("pointer", "Pointer")},
             "/v1": {"get": _read("apiPointer", "Pointer")},
+            "/ui": {"get": _page("page", "The page for people; a browser gets it at / too.")},
+            "/ui/{name}": {
+                "get": {
+                    **_page("pageFile", "A file of the page, the same for everybody."),
+                    "parameters": [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}],
+                }
+            },
             **admin_paths(_responses(tuple(_ERRORS))),
         },
         "components": {"schemas": schemas, "securitySchemes": security_schemes()},
@@ -137,6 +144,14 @@ def _read(operation: str, result: str, *errors: int) -> dict[str, Any]:
     return {
         "operationId": operation,
         "responses": {"200": {"description": "As asked.", "content": _schema(result)}, **_responses((400, *errors))},
+    }
+
+
+def _page(operation: str, summary: str) -> dict[str, Any]:
+    return {
+        "operationId": operation,
+        "summary": summary,
+        "responses": {"200": {"description": summary, "content": {"text/html": {}}}, **_responses((400, 404))},
     }
 
 

@@ -64,6 +64,14 @@ def admin_paths(errors: dict[str, Any]) -> dict[str, Any]:
         "/admin/policy/validate": {"post": operation("validatePolicy", "A policy's problems.", policy, *refused)},
         "/admin/stats": {"get": operation("showStats", "Statistics, fallbacks, events, health in detail.")},
         "/admin/backends": {"get": operation("showBackends", "Every backend, its health and load.")},
+        "/admin/decisions": {
+            "get": {
+                **operation("listDecisions", "The last decisions, newest first."),
+                "parameters": [
+                    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 1000}}
+                ],
+            }
+        },
         "/admin/decisions/{request_id}": {
             "get": {
                 **operation("showDecision", "Why a request was decoded as it was.", None, "404"),

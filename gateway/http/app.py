@@ -17,6 +17,7 @@ from gateway.api.admin import admin_routes
 from gateway.api.alerts import alert_routes
 from gateway.api.metrics import RequestTelemetry, metrics, observed
 from gateway.api.openapi import openapi_route
+from gateway.api.pages import page, page_at_root, page_file
 from gateway.auth.guard import ResponseHeaders, guard, needs_by_path
 from gateway.http.cors import Cors
 from gateway.http.error_responses import handle_exception
@@ -40,6 +41,8 @@ ROUTES = (
     models.health,
     models.readiness,
     models.pointer,
+    page,
+    page_file,
     metrics,
 )
 
@@ -108,7 +111,7 @@ def create_app(state: GatewayState) -> Litestar:
         debug=False,
     )
     # In here, so that what they answer gets the headers of all responses.
-    app.asgi_handler = _head_as_get(app.asgi_handler)
+    app.asgi_handler = page_at_root(_head_as_get(app.asgi_handler))
     if origins := state.settings.cors_origins:
         app.asgi_handler = Cors(app.asgi_handler, origins, EXPOSED_HEADERS)
     return app

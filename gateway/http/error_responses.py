@@ -27,8 +27,8 @@ _INSTEAD = {
     "/api/generate": "Use POST /v1/completions: this gateway speaks OpenAI's API, not Ollama's own.",
     "/api/tags": "Use GET /v1/models: this gateway speaks OpenAI's API, not Ollama's own.",
     "/generate": "Use POST /v1/completions.",
-    "/docs": "There is no page; the API is described by GET /schema/openapi.json.",
-    "/redoc": "There is no page; the API is described by GET /schema/openapi.json.",
+    "/docs": "There is no page of the API; GET /schema/openapi.json describes it, and /ui is the page for people.",
+    "/redoc": "There is no page of the API; GET /schema/openapi.json describes it, and /ui is the page for people.",
     "/version": "GET / tells the version.",
     "/tokenizer_info": "GET /v1/models tells the context length.",
 }

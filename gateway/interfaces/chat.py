@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Raw, Struct
 
-from gateway.wire.errors import APIError, ErrorDetail
+from gateway.wire.errors import APIError, ErrorDetail, InvalidRequest
 from gateway.wire.event_stream import DONE
+from gateway.wire.requests import DecodingOptions
 from gateway.wire.responses import Usage
 
 NULL = Raw(b"null")
@@ -104,6 +105,15 @@ class EventTranslator:
 def event(name: str, data: Any) -> bytes:
     """One server-sent event with a name, as these APIs have them."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+def refuse_trace(options: DecodingOptions | None) -> None:
+    """Raises :class:`InvalidRequest` for a trace: these APIs have no event for it."""
+    if options is not None and options.trace:
+        raise InvalidRequest(
+            "'decoding.trace' is told by /v1/chat/completions and /v1/completions only; leave it out or ask there.",
+            param="decoding.trace",
+        )
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from gateway.interfaces.chat import refuse_trace
 from gateway.wire.no_op import RequestStruct, no_op
 from gateway.wire.requests import DecodingOptions, ModelName, Probability, Seed, StopString, TokenCount
 from gateway.wire.tool_names import ToolName
@@ -165,6 +166,7 @@ def as_chat(body: CountTokensRequest) -> dict[str, Any]:
 
 
 def _generation(body: MessagesRequest) -> dict[str, Any]:
+    refuse_trace(body.decoding)
     asked: dict[str, Any] = {
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences or None,

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from gateway.interfaces.chat import refuse_trace
 from gateway.wire.no_op import RequestStruct, no_op
 from gateway.wire.requests import (
     MAX_LOGPROBS,
@@ -163,6 +164,7 @@ class ResponsesRequest(RequestStruct, kw_only=True):
 
 def as_chat(body: ResponsesRequest) -> dict[str, Any]:
     """The chat completion that ``body`` asks for, as a client would send it."""
+    refuse_trace(body.decoding)
     text, reasoning = body.text or TextOptions(), body.reasoning or Reasoning()
     asked: dict[str, Any] = {
         "model": body.model,

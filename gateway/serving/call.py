@@ -67,6 +67,11 @@ class Call(ABC):
         """How many places the request needs."""
         return self.prompts * (self.body.n or 1)
 
+    @property
+    def traced(self) -> bool:
+        """Whether the client wants to be told what each step did."""
+        return self.body.decoding is not None and bool(self.body.decoding.trace)
+
     def answer_format(self) -> GrammarSpec | None:
         """What the answer must look like; None: free text. Raises :class:`InvalidRequest`."""
         return asked_format(self.body, ignore_eos=bool(self.body.ignore_eos))

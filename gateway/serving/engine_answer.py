@@ -117,6 +117,7 @@ class EnginePlan:
                 stats_key=self.stats_key,
                 continues=call.continues,
                 grammar=prompts.grammars[index] if prompts.grammars else None,
+                trace=call.traced,
             )
             for index, seed in enumerate(seeds)
         ]

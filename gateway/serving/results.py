@@ -8,7 +8,7 @@ from typing import Literal
 
 from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, TokenChunk
 from gateway.serving.generation import Generation
-from gateway.wire.responses import CompletionTokensDetails, DecodingReport, FinishReasonOut, Usage
+from gateway.wire.responses import CompletionTokensDetails, DecodingReport, FinishReasonOut, TracedStep, Usage
 from telemetry.request import RequestRecord
 
 
@@ -94,6 +94,21 @@ def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> Deco
         policy_version=plan.policy_version,
         adapted_from=plan.adapted_from or None,
     )
+
+
+def trace_of(choice: int, chunk: TokenChunk) -> list[TracedStep]:
+    """The steps behind a chunk; none where the request did not ask for them."""
+    return [TracedStep(choice, each.step, each.rows, each.nodes, each.ms, list(each.tokens)) for each in chunk.trace]
+
+
+def whole_report(plan: DecodingPlan, results: Sequence[ChoiceResult], *, trace: bool) -> DecodingReport:
+    """The report of an answer that is not streamed, for its client alone: no record keeps the trace."""
+    report = decoding_report(plan, results)
+    if trace:
+        report.trace = [
+            step for choice, each in enumerate(results) for chunk in each.chunks for step in trace_of(choice, chunk)
+        ]
+    return report
 
 
 def note_results(record: RequestRecord, results: Sequence[ChoiceResult]) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from backends.types import DecodingPlan, TokenChunk
 from gateway.serving.generation import Generation
-from gateway.serving.results import ChoiceResult, decoding_report, usage
+from gateway.serving.results import ChoiceResult, decoding_report, trace_of, usage
 from gateway.wire.errors import APIError, handle_unexpected
 from gateway.wire.event_stream import DONE, error_event
 from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
@@ -103,11 +103,12 @@ class StreamWriter:
     def event(self, index: int, chunk: TokenChunk, *, last: bool) -> bytes:
         """The events of one chunk, joined; empty if it has nothing to show. ``last``: every sequence has finished."""
         writer, head = self._writers[index], self._indexed[index]
-        out = b""
+        # Before the text that it is of; an event like that of usage, without choices.
+        out = self._head + b'],"decoding":{"trace":%b}}\n\n' % _encode(trace_of(index, chunk)) if chunk.trace else b""
         if not self._opened[index]:
             self._opened[index] = True
             if (opening := writer.opening()) is not None:
-                out = head + opening + self._closing()
+                out += head + opening + self._closing()
         self._results[index].note(chunk)
         deltas = writer.deltas(chunk, self._results[index])
         closing = self._closing()

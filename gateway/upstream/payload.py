@@ -38,6 +38,9 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect, variant: Variant | N
         if variant is not None and variant.plain and body.decoding is not None and body.decoding.method == "vanilla":
             wishes = [name for name in wishes if name != "method"]
         lacking += [f"decoding.{name}" for name in wishes]
+    if body.decoding is not None and body.decoding.trace:
+        # Of any dialect: an upstream's own steps are not relayed.
+        lacking.append("decoding.trace")
     return tuple(lacking)
 
 

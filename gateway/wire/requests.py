@@ -51,7 +51,8 @@ class DecodingOptions(RequestStruct):
     ``tree``: a branching per depth such as ``"4x2x1"``, or a list of paths such as ``[[0], [1], [0, 0]]``.
     ``acceptance`` "typical" is faster and *not* lossless. ``class`` says what kind of answer is asked for where the
     client knows better than the classifier; it must be a class of the policy. ``lookup``: whether to draft from the
-    text itself too. ``deadline_ms`` counts from arrival.
+    text itself too. ``deadline_ms`` counts from arrival. ``trace``: tell in the answer what each step did; it changes
+    no token, and takes nothing out of the policy's hands.
     """
 
     method: Literal["auto", "medusa", "vanilla", None] = "auto"
@@ -68,6 +69,7 @@ class DecodingOptions(RequestStruct):
     class_: Annotated[str, Meta(min_length=1, max_length=63)] | None = field(default=None, name="class")
     lookup: bool | None = None
     deadline_ms: Annotated[int, Meta(ge=1, le=86_400_000)] | None = None
+    trace: bool | None = None
 
     def __post_init__(self) -> None:
         self.method = self.method or "auto"

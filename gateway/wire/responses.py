@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from backends.types import TracedToken
+
 FinishReasonOut = Literal["stop", "length", "tool_calls"]
 
 
@@ -22,6 +24,17 @@ class Usage(Struct, omit_defaults=True):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
+class TracedStep(Struct, gc=False):
+    """What one step did for one choice; see :class:`backends.types.StepTrace`."""
+
+    choice: int
+    step: int
+    rows: int
+    nodes: int
+    ms: float
+    tokens: list[TracedToken]
+
+
 class DecodingReport(Struct):
     """Extension: how the request was decoded, over all its sequences, and why that way.
 
@@ -30,7 +43,7 @@ class DecodingReport(Struct):
     rather than guessed by heads; ``drafted_grammar_tokens``, ``accepted_grammar_tokens``: those that the answer's
     grammar forced. ``lossless`` false: the answer may differ from vanilla decoding's.
     ``adapted_from``: the model that the served one was adapted from together with its heads; the answer is the adapted
-    model's.
+    model's. ``trace``: the steps, where the request asked for them; streams have them in events of their own.
     """
 
     method: Literal["medusa", "vanilla"]
@@ -49,6 +62,7 @@ class DecodingReport(Struct):
     rule: str
     policy_version: str
     adapted_from: str | None = None
+    trace: list[TracedStep] | UnsetType = UNSET
 
 
 class ArmEvidence(Struct):

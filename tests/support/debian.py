@@ -32,6 +32,7 @@ PACKAGES = {
     "amtool": "prometheus-alertmanager",
     "haproxy": "haproxy",
     "nginx": "nginx",
+    "chromium": "chromium",
 }
 """The package that holds each program."""
 _OTHER_NAMES = {"prometheus-alertmanager": ("alertmanager",)}

@@ -27,8 +27,10 @@ from backends.types import (
     PositionLogprobs,
     SamplingParams,
     StepSample,
+    StepTrace,
     TokenChunk,
     TokenLogprob,
+    TracedToken,
 )
 from policy.statistics.counters import add_counters
 
@@ -182,8 +184,16 @@ class FakeHandle:
                 error = "the fake was told to fail" if reason == "error" else None
                 chunk = replace(chunk, finish_reason=reason, stats=stats, error=error)
                 decoder.note_finished(self)
+            if request.trace and (ids := chunk.token_ids):
+                chunk = replace(chunk, trace=(_trace(steps, ids, per_step, writer.length),))
             if chunk.text or chunk.token_ids or chunk.finish_reason:
                 yield chunk
+
+
+def _trace(step: int, ids: tuple[int, ...], per_step: int, length: int) -> StepTrace:
+    """All but the last were guessed by heads; every token's text is said to end where the step's does."""
+    guessed = [TracedToken(token, length, f"head {depth}", depth, 0.5) for depth, token in enumerate(ids[:-1], 1)]
+    return StepTrace(step, 1 + 2 * (per_step - 1), 2 * (per_step - 1), 10.0, (*guessed, TracedToken(ids[-1], length)))
 
 
 def _step_counters(plan: DecodingPlan, per_step: int, emitted: int) -> DecodeCounters:
@@ -238,6 +248,10 @@ class _TextWriter:
             if self._count >= sampling.max_tokens:
                 return "length"
         return None if step else "stop"
+
+    @property
+    def length(self) -> int:
+        return len(self._text) if self._end is None else self._end
 
     def drop(self) -> None:
         self._new = []
