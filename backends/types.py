@@ -135,6 +135,7 @@ class GenerationRequest:
 
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
     ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
+    ``tenant``, ``cache_salt``: who may find in the cache what this request leaves there.
     ``grammar``: what the answer must follow, opened for this request alone.
     """
 
@@ -145,6 +146,8 @@ class GenerationRequest:
     deadline_s: float | None = None
     stats_key: str = ""
     continues: bool = False
+    tenant: str = ""
+    cache_salt: str = ""
     grammar: TokenGrammar | None = None
 
 
@@ -202,7 +205,8 @@ class GenerationStats:
     when it stopped for good since it was behind its deadline.
     ``saved_s``: engine time against vanilla decoding of the same tokens, its share of the batch's; may be negative.
     ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", "grammar", or another drafter's name).
-    ``drafted_grammar_tokens``: candidates that the answer's grammar forced.
+    ``drafted_grammar_tokens``: candidates that the answer's grammar forced. ``cached_tokens``: of the prompt, those
+    whose keys and values were there already. ``preemptions``: how often it lost its memory to others and went on later.
     """
 
     method: Method
@@ -215,6 +219,8 @@ class GenerationStats:
     accepted_by: Mapping[str, int] = field(default_factory=dict)
     drafted_grammar_tokens: int = 0
     emitted_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     speedup_estimate: float = 1.0
     saved_s: float = 0.0
     reason: str = ""
@@ -287,7 +293,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of how busy an engine is. ``oldest_wait_s``: how long the head of the queue has waited."""
+    """A snapshot of how busy an engine is. ``oldest_wait_s``: how long the head of the queue has waited.
+
+    ``kv_pages_used``: those of sequences that run; ``kv_pages_cached``: those that others may find, used or not. Since
+    the start: ``cache_evictions``, pages that had to give way; ``cache_prompt_tokens``, of prompts that were looked up,
+    and ``cache_hit_tokens``, of these found; ``preemptions``, sequences that lost their memory to older ones.
+    """
 
     running: int
     waiting: int
@@ -295,6 +306,11 @@ class EngineLoad:
     kv_pages_total: int
     max_running: int
     oldest_wait_s: float = 0.0
+    kv_pages_cached: int = 0
+    cache_evictions: int = 0
+    cache_prompt_tokens: int = 0
+    cache_hit_tokens: int = 0
+    preemptions: int = 0
 
 
 class StepSample(NamedTuple):
