@@ -256,13 +256,15 @@ class TokenChunk:
 
     ``finish_reason`` is set on the last chunk only, together with ``stats``; ``error`` explains reason "error" to the
     client: never an exception's own words, which may tell paths, addresses or somebody's text.
-    ``num_tokens`` counts completion tokens so far, after any cut at a stop.
+    ``num_tokens`` counts completion tokens so far, after any cut at a stop. ``cached_tokens``: see
+    :class:`GenerationStats`.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     num_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     stats: GenerationStats | None = None

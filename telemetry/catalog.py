@@ -211,6 +211,13 @@ PROMPT_TOKENS = Metric(
     "Tokens of prompts, as counted by the engine or upstream, or estimated where an upstream does not say.",
     _REQUEST,
 )
+CACHED_TOKENS = Metric(
+    "medusa_cached_prompt_tokens",
+    "counter",
+    "{token}",
+    "Of the tokens of prompts, those that an engine found in its prefix cache; over all of them: the hit rate.",
+    _REQUEST,
+)
 COMPLETION_TOKENS = Metric(
     "medusa_completion_tokens",
     "counter",
@@ -262,6 +269,27 @@ RUNNING_SEQUENCES = Metric(
 )
 KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", _ENGINE)
 KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", _ENGINE)
+KV_PAGES_CACHED = Metric(
+    "medusa_kv_pages_cached",
+    "gauge",
+    "{page}",
+    "Pages of the KV cache that later prompts can begin with, in use or not.",
+    _ENGINE,
+)
+CACHE_EVICTIONS = Metric(
+    "medusa_prefix_cache_evictions",
+    "counter",
+    "{page}",
+    "Pages of the prefix cache that had to give way to others.",
+    _ENGINE,
+)
+PREEMPTIONS = Metric(
+    "medusa_preemptions",
+    "counter",
+    "{sequence}",
+    "Sequences that lost their pages to older ones, and went on later.",
+    _ENGINE,
+)
 KV_USE = Metric(
     "medusa_kv_use_ratio",
     "gauge",

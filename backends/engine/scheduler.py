@@ -162,7 +162,8 @@ class Scheduler:
         )
 
     def preempt_youngest(self, now: float) -> None:
-        """Take the pages of who came in last. It goes on when there is room, before all others that wait. What it has published stays while it can."""
+        """Take the pages of who came in last, of at least one that runs. It goes on when there is room, before all
+        others that wait; what it has published stays while it can."""
         _, sequence = self._running.popitem()
         self.memory.release(sequence, keep=True)
         sequence.preempt(now)

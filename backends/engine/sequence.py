@@ -202,6 +202,7 @@ class Sequence:
             token_ids=token_ids,
             logprobs=logprobs,
             num_tokens=self.num_generated,
+            cached_tokens=self.cached_tokens,
             finish_reason=self.finish_reason,
             stop_match=self.stop_match,
             stats=self.stats() if final else None,

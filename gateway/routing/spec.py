@@ -18,8 +18,8 @@ OTHER_FORMATS = ("regex", "ebnf", "json_schema", "grammar")
 """Fields beyond OpenAI's that say what an answer must look like: vLLM's, and those of SGLang and llama.cpp."""
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "openai": (),
-    "vllm": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS),
-    "medusa-gateway": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "decoding"),
+    "vllm": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, "cache_salt"),
+    "medusa-gateway": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "cache_salt", "decoding"),
 }
 """The fields beyond OpenAI's that an upstream of each dialect honours."""
 

@@ -20,7 +20,7 @@ TEXTS = st.text("xy", min_size=1, max_size=6)
 
 
 def chain_of(text: str) -> PrefixChain:
-    return PrefixChain(chain_root("tests"), [ord(letter) for letter in text for _ in range(PAGE_SIZE)])
+    return PrefixChain(chain_root("tests"), [ord(letter) for letter in text for _at in range(PAGE_SIZE)])
 
 
 class PageMachine(RuleBasedStateMachine):
