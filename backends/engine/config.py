@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PREFIX_CACHES = ("tenant", "shared", "off")
+PREFIX_CACHES = ("tenant", "shared", "none")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class EngineConfig:
     max_rows: int = 256
     prefill_rows: int = 64
     proposals: int = 10
-    prefix_cache: str = "off"
+    prefix_cache: str = "none"
     spare_pages: int = 2
     eos_token_ids: frozenset[int] = frozenset()
 

@@ -168,7 +168,7 @@ class EngineCore:
 
     def _chain_root(self, request: GenerationRequest) -> bytes | None:
         """Who finds what the request computes. The pages are one model's, so it needs no name in it."""
-        if self.config.prefix_cache == "off":
+        if self.config.prefix_cache == "none":
             return None
         tenant = request.tenant if self.config.prefix_cache == "tenant" else ""
         return chain_root(tenant, request.cache_salt)

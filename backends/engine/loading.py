@@ -227,7 +227,7 @@ def build_core(
     cost_stores: Sequence[CostStore] = (),
     early_rows: int = max(ROWS),
     stages: StartStages | None = None,
-    prefix_cache: str = "off",
+    prefix_cache: str = "none",
 ) -> LoadedCore:
     """An engine core around a loaded transformers model. ``cost`` None: one that ``cost_stores`` keep for this model on
     this device, or measured here, steps of more than ``early_rows`` rows only later. ``calibration`` None: one that

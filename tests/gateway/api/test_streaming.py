@@ -379,6 +379,7 @@ def writer(*writers: Any, include_usage: bool = False) -> StreamWriter:
         include_usage=include_usage,
         continuous_usage=False,
         prompt_tokens=3,
+        prompts=1,
         plan=DecodingPlan(),
         writers=list(writers),
     )
