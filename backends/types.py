@@ -315,6 +315,23 @@ class EngineLoad:
     preemptions: int = 0
 
 
+class PrefillBudget(NamedTuple):
+    """How much of waiting prompts is read beside sequences that decode: ``rows`` tokens a step, or None: as many as
+    make the step last at most ``factor`` times as long."""
+
+    rows: int | None = None
+    factor: float = 1.5
+
+
+@runtime_checkable
+class PrefillBudgeted(Protocol):
+    """A decoder that reads prompts beside its streams."""
+
+    def use_prefill(self, budget: PrefillBudget) -> None:
+        """From the next step on. Thread-safe."""
+        ...
+
+
 class StepSample(NamedTuple):
     """One step that emitted tokens.
 

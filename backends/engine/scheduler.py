@@ -9,13 +9,16 @@ from backends.engine.config import EngineConfig
 from backends.engine.drafting import NO_DRAFT, DraftPlan, DraftPlanner
 from backends.engine.kv_cache import PageManager
 from backends.engine.optional_parts import OptionalParts
-from backends.engine.prefill_share import share_rows
+from backends.engine.prefill_share import budget_rows, share_rows
 from backends.engine.sequence import Sequence, SequenceStatus
 from backends.engine.sequence_memory import SequenceMemory
 from backends.engine.step_plan import PrefillChunk, ScheduledSequence, StepPlan, StepPrice
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.speculation.tree_builder import Draft
-from backends.types import EngineLoad
+from backends.types import EngineLoad, PrefillBudget
+
+_USUAL = 0.1
+"""What one step counts for in an average over the last ones."""
 
 
 class Scheduler:
@@ -38,6 +41,11 @@ class Scheduler:
         self._running: dict[str, Sequence] = {}
         self._with_deadline: dict[str, Sequence] = {}
         self._preemptions = 0
+        self.prefill = PrefillBudget(rows=config.prefill_rows)
+        # Candidates of a sequence in steps without prompts, lately: what decoding would take without these.
+        self._usual_nodes = 0.0
+        # The oldest of the prompts that are read, and in how many steps others were read before it.
+        self._oldest, self._passed_over = "", 0
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +146,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for sequence in self._running.values():
             (decoding if sequence.status is SequenceStatus.DECODE else prefilling).append(sequence)
-        chunks = self._prefill_chunks(prefilling, beside_decoding=bool(decoding)) if prefilling else []
+        chunks = self._prefill_chunks(prefilling, num_decoding=len(decoding)) if prefilling else []
         num_prefill_rows = sum([chunk.num_tokens for chunk in chunks]) if chunks else 0
         drafts = self._drafting.plan(decoding, num_prefill_rows=num_prefill_rows, num_prefilling=len(prefilling))
         batch = BatchBuilder(self._scratch_base)
@@ -147,6 +155,8 @@ class Scheduler:
             scheduled += self._add_chunks(batch, chunks)
         num_rows, num_decoding = batch.rows, len(decoding)
         num_nodes = num_rows - num_decoding - num_prefill_rows
+        if not chunks and num_decoding:
+            self._usual_nodes += (num_nodes / num_decoding - self._usual_nodes) * _USUAL
         price = StepPrice()
         if num_rows:
             price = self._accounting.price(num_decoding, num_nodes, num_prefill_rows, drafts.offers_ms)
@@ -188,8 +198,8 @@ class Scheduler:
         if sequence.num_computed_tokens == sequence.num_to_read:
             sequence.status = SequenceStatus.DECODE
 
-    def _prefill_chunks(self, prefilling: list[Sequence], *, beside_decoding: bool) -> list[PrefillChunk]:
-        """Which prompts go on, by how many tokens. Beside decoding sequences they get ``prefill_rows`` at most."""
+    def _prefill_chunks(self, prefilling: list[Sequence], *, num_decoding: int) -> list[PrefillChunk]:
+        """Which prompts go on, by how many tokens. Beside decoding sequences they get what the budget allows."""
         left = []
         for sequence in prefilling:
             self._read(sequence, self.memory.catch_up(sequence))
@@ -201,7 +211,15 @@ class Scheduler:
             if page is not None and page in reading:
                 left[index] = 0
             reading.add(page)
-        shares = share_rows(left, self._config.prefill_rows if beside_decoding else self._config.max_rows)
+        rows = self._config.max_rows
+        if num_decoding:
+            decoding_rows = round(num_decoding * (1 + self._usual_nodes))
+            rows = budget_rows(self.prefill, self._accounting.cost, decoding_rows, rows - self._config.max_running)
+        if prefilling[0].id != self._oldest:
+            self._oldest, self._passed_over = prefilling[0].id, 0
+        shares = share_rows(left, rows, self._passed_over)
+        if shares[0] < left[0] and sum(shares) > shares[0]:
+            self._passed_over += 1
         return [PrefillChunk(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
 
     def _add_decoding(
