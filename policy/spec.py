@@ -214,7 +214,7 @@ class PolicySpec:
     classes: frozenset[str] = frozenset()
     runbooks: str | None = None
     cost: Cost | None = None
-    prefill: PrefillBudget = PrefillBudget()
+    prefill: PrefillBudget = field(default_factory=PrefillBudget)
 
     def select(self, facts: RequestFacts) -> tuple[int, Settings]:
         """The first rule that matches (-1: none), and the settings that then apply."""

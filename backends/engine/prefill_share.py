@@ -13,18 +13,19 @@ LEAST_ROWS = 4
 """Prompts get so many rows in any case, however dear: else nothing would ever begin beside a stream."""
 
 
-def budget_rows(budget: PrefillBudget, cost: StepCost, decoding_rows: int, most: int) -> int:
-    """Rows for prompts beside ``decoding_rows`` of sequences that decode, with candidates; at most ``most``.
+def budget_rows(budget: PrefillBudget, cost: StepCost, num_decoding: int, most: int) -> int:
+    """Rows for prompts beside ``num_decoding`` sequences; at most ``most``.
 
-    "auto": as many as make the step last at most ``budget.factor`` times as long, by the cost table.
+    "auto": as many as make a vanilla step last at most ``budget.factor`` times as long, by the cost table. Candidates
+    are not counted: they are planned after this, at the price that a row then has.
     """
     if budget.rows is not None:
         return max(min(budget.rows, most), 1)
-    bound = cost.forward_ms(decoding_rows) * budget.factor
+    bound = cost.forward_ms(num_decoding) * budget.factor
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if cost.forward_ms(decoding_rows + middle) <= bound:
+        if cost.forward_ms(num_decoding + middle) <= bound:
             low = middle
         else:
             high = middle - 1

@@ -17,9 +17,6 @@ from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.speculation.tree_builder import Draft
 from backends.types import EngineLoad, PrefillBudget
 
-_USUAL = 0.1
-"""What one step counts for in an average over the last ones."""
-
 
 class Scheduler:
     """Owns the sequences, waiting or running, and the pages of those that run."""
@@ -42,8 +39,6 @@ class Scheduler:
         self._with_deadline: dict[str, Sequence] = {}
         self._preemptions = 0
         self.prefill = PrefillBudget(rows=config.prefill_rows)
-        # Candidates of a sequence in steps without prompts, lately: what decoding would take without these.
-        self._usual_nodes = 0.0
         # The oldest of the prompts that are read, and in how many steps others were read before it.
         self._oldest, self._passed_over = "", 0
 
@@ -155,8 +150,6 @@ class Scheduler:
             scheduled += self._add_chunks(batch, chunks)
         num_rows, num_decoding = batch.rows, len(decoding)
         num_nodes = num_rows - num_decoding - num_prefill_rows
-        if not chunks and num_decoding:
-            self._usual_nodes += (num_nodes / num_decoding - self._usual_nodes) * _USUAL
         price = StepPrice()
         if num_rows:
             price = self._accounting.price(num_decoding, num_nodes, num_prefill_rows, drafts.offers_ms)
@@ -213,8 +206,7 @@ class Scheduler:
             reading.add(page)
         rows = self._config.max_rows
         if num_decoding:
-            decoding_rows = round(num_decoding * (1 + self._usual_nodes))
-            rows = budget_rows(self.prefill, self._accounting.cost, decoding_rows, rows - self._config.max_running)
+            rows = budget_rows(self.prefill, self._accounting.cost, num_decoding, rows - self._config.max_running)
         if prefilling[0].id != self._oldest:
             self._oldest, self._passed_over = prefilling[0].id, 0
         shares = share_rows(left, rows, self._passed_over)

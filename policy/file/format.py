@@ -117,8 +117,8 @@ _COST = Block(
 _PREFILL = Block(
     {"budget": AutoOr(Number(1, 65_536, whole=True)), "factor": Number(1.01, 100)},
     "how prompts are read",
-    about="Tokens of waiting prompts that engines read in a step beside streams. auto: as many as make the step last at "
-    "most factor times as long.",
+    about="Tokens of waiting prompts that engines read in a step beside streams. auto: as many as make the step last "
+    "at most factor times as long.",
 )
 _TOP = ("version", "defaults", "classes", "rules", "alerts", "alert_labels", "runbooks", "receivers", "cost", "prefill")
 
