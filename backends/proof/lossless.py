@@ -276,7 +276,8 @@ def _decode(
 ) -> dict[str, _Trace]:
     """``again``: a request as it is sent again after it has left. ``follow``: what comes after one and its answer."""
     traces = {request.request_id: _Trace() for request in requests}
-    base, runner = loaded.core, loaded.core.runner
+    base = loaded.core
+    runner: Any = base.runner
     if strain.cache:
         config = replace(config, prefix_cache="tenant")
     if strain.pages is not None:
