@@ -135,6 +135,7 @@ class GenerationRequest:
 
     ``stats_key`` names the counters that this request adds to (class and temperature bucket, say); opaque here.
     ``continues``: the answer goes on from the prompt's text (a text completion); else it is a text of its own.
+    ``tenant``, ``cache_salt``: who may find in the cache what this request leaves there.
     ``grammar``: what the answer must follow, opened for this request alone.
     ``trace``: tell of every step (:attr:`TokenChunk.trace`).
     """
@@ -146,6 +147,8 @@ class GenerationRequest:
     deadline_s: float | None = None
     stats_key: str = ""
     continues: bool = False
+    tenant: str = ""
+    cache_salt: str = ""
     grammar: TokenGrammar | None = None
     trace: bool = False
 
@@ -220,7 +223,8 @@ class GenerationStats:
     when it stopped for good since it was behind its deadline.
     ``saved_s``: engine time against vanilla decoding of the same tokens, its share of the batch's; may be negative.
     ``accepted_by``: the accepted ones by who guessed them ("heads", "lookup", "grammar", or another drafter's name).
-    ``drafted_grammar_tokens``: candidates that the answer's grammar forced.
+    ``drafted_grammar_tokens``: candidates that the answer's grammar forced. ``cached_tokens``: of the prompt, those
+    whose keys and values were there already. ``preemptions``: how often it lost its memory to others and went on later.
     """
 
     method: Method
@@ -233,6 +237,8 @@ class GenerationStats:
     accepted_by: Mapping[str, int] = field(default_factory=dict)
     drafted_grammar_tokens: int = 0
     emitted_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
     speedup_estimate: float = 1.0
     saved_s: float = 0.0
     reason: str = ""
@@ -300,14 +306,15 @@ class TokenChunk:
 
     ``finish_reason`` is set on the last chunk only, together with ``stats``; ``error`` explains reason "error" to the
     client: never an exception's own words, which may tell paths, addresses or somebody's text.
-    ``num_tokens`` counts completion tokens so far, after any cut at a stop. ``trace``: of the steps behind it, where
-    the request asked for it.
+    ``num_tokens`` counts completion tokens so far, after any cut at a stop. ``cached_tokens``: see
+    :class:`GenerationStats`. ``trace``: of the steps behind it, where the request asked for it.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[PositionLogprobs, ...] = ()
     num_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_match: str | int | None = None
     stats: GenerationStats | None = None
@@ -339,7 +346,12 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """A snapshot of how busy an engine is. ``oldest_wait_s``: how long the head of the queue has waited."""
+    """A snapshot of how busy an engine is. ``oldest_wait_s``: how long the head of the queue has waited.
+
+    ``kv_pages_used``: those of sequences that run; ``kv_pages_cached``: those that others may find, used or not. Since
+    the start: ``cache_evictions``, pages that had to give way; ``cache_prompt_tokens``, of prompts that were looked up,
+    and ``cache_hit_tokens``, of these found; ``preemptions``, sequences that lost their memory to older ones.
+    """
 
     running: int
     waiting: int
@@ -347,6 +359,28 @@ class EngineLoad:
     kv_pages_total: int
     max_running: int
     oldest_wait_s: float = 0.0
+    kv_pages_cached: int = 0
+    cache_evictions: int = 0
+    cache_prompt_tokens: int = 0
+    cache_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+class PrefillBudget(NamedTuple):
+    """How much of waiting prompts is read beside sequences that decode: ``rows`` tokens a step, or None: as many as
+    make the step last at most ``factor`` times as long."""
+
+    rows: int | None = None
+    factor: float = 1.5
+
+
+@runtime_checkable
+class PrefillBudgeted(Protocol):
+    """A decoder that reads prompts beside its streams."""
+
+    def use_prefill(self, budget: PrefillBudget) -> None:
+        """From the next step on. Thread-safe."""
+        ...
 
 
 class StepSample(NamedTuple):

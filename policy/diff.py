@@ -16,6 +16,8 @@ def differences(before: PolicySpec, after: PolicySpec) -> list[str]:
         *_rules(before, after),
         *_of_class("defaults", before.settings[None, -1], after.settings[None, -1]),
         *_classes(before, after),
+        *_values("prefill.budget", before.prefill.rows or "auto", after.prefill.rows or "auto"),
+        *_values("prefill.factor", before.prefill.factor, after.prefill.factor),
         *_named("alerts", {each.name: each for each in before.alerts}, {each.name: each for each in after.alerts}),
         *_named("receivers", before.receivers, after.receivers),
     ]

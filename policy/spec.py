@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from backends.tree import MAX_DEPTH, CandidateTree
-from backends.types import Acceptance
+from backends.types import Acceptance, PrefillBudget
 from policy.alerts import AlertRule, Receiver
 from policy.names import Names
 
@@ -217,6 +217,7 @@ class PolicySpec:
     classes: frozenset[str] = frozenset()
     runbooks: str | None = None
     cost: Cost | None = None
+    prefill: PrefillBudget = field(default_factory=PrefillBudget)
 
     def select(self, facts: RequestFacts) -> tuple[int, Settings]:
         """The first rule that matches (-1: none), and the settings that then apply."""

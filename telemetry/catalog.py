@@ -211,6 +211,13 @@ PROMPT_TOKENS = Metric(
     "Tokens of prompts, as counted by the engine or upstream, or estimated where an upstream does not say.",
     _REQUEST,
 )
+CACHED_TOKENS = Metric(
+    "medusa_cached_prompt_tokens",
+    "counter",
+    "{token}",
+    "Of the tokens of prompts, those that an engine found in its prefix cache; over all of them: the hit rate.",
+    _REQUEST,
+)
 COMPLETION_TOKENS = Metric(
     "medusa_completion_tokens",
     "counter",
@@ -262,6 +269,27 @@ RUNNING_SEQUENCES = Metric(
 )
 KV_PAGES_USED = Metric("medusa_kv_pages_used", "gauge", "{page}", "Pages of the KV cache in use.", _ENGINE)
 KV_PAGES_LIMIT = Metric("medusa_kv_pages_limit", "gauge", "{page}", "Pages of the KV cache.", _ENGINE)
+KV_PAGES_CACHED = Metric(
+    "medusa_kv_pages_cached",
+    "gauge",
+    "{page}",
+    "Pages of the KV cache that later prompts can begin with, in use or not.",
+    _ENGINE,
+)
+CACHE_EVICTIONS = Metric(
+    "medusa_prefix_cache_evictions",
+    "counter",
+    "{page}",
+    "Pages of the prefix cache that had to give way to others.",
+    _ENGINE,
+)
+PREEMPTIONS = Metric(
+    "medusa_preemptions",
+    "counter",
+    "{sequence}",
+    "Sequences that lost their pages to older ones, and went on later.",
+    _ENGINE,
+)
 KV_USE = Metric(
     "medusa_kv_use_ratio",
     "gauge",
@@ -387,7 +415,8 @@ METRICS: tuple[Metric, ...] = (
     *(STEPS, DRAFTS, DRAFT_TOKENS, ACCEPTED_TOKENS, EMITTED_TOKENS, CONTROL_DISAGREEMENT),
     *(VANILLA_TIME, DECODE_TIME, COST_SAVED, TENANT_TIME_SAVED, TENANT_COST_SAVED),
     *(REQUEST_DURATION, TIME_TO_FIRST_TOKEN, TIME_PER_OUTPUT_TOKEN, LONGEST_GAP),
-    *(QUEUE_WAIT, PREFILL_DURATION, TOKENS_PER_STEP, REQUESTS, PROMPT_TOKENS, COMPLETION_TOKENS, DEADLINE_CUTS),
+    *(QUEUE_WAIT, PREFILL_DURATION, TOKENS_PER_STEP, REQUESTS, PROMPT_TOKENS, CACHED_TOKENS, COMPLETION_TOKENS),
+    *(DEADLINE_CUTS, KV_PAGES_CACHED, CACHE_EVICTIONS, PREEMPTIONS),
     *(BACKEND_UP, BREAKER_STATE, BACKEND_REQUESTS, PLACES_USED, PLACES_LIMIT, OPTIONAL_FAILURES),
     *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, KV_USE, ENGINE_UP),
     *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),

@@ -36,6 +36,7 @@ class RequestRecord:
     ``first_token_at``: of the sequence that was first. ``tenant``: the name of the API key, ``backend``: the last that
     was asked, ``attempts``: requests to upstreams, in their order. ``longest_gap`` between two pieces of a stream, the
     last of which came at ``said_at``. ``deadline``: seconds, and who set it; ``deadline_cut``: it ended the answer.
+    ``cached_tokens``: of the prompts', those found in an engine's cache.
     ``control_share``: of the requests of the class that decode vanilla to compare with. ``content``: prompt and
     answers, only where the operator wants them logged. ``arm``: of the upstreams that decode differently, which one
     answered, and by which rule.
@@ -60,6 +61,7 @@ class RequestRecord:
     stats: KeyStats | None = None
     answer_id: str = ""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     submitted_at: float | None = None
     first_token_at: float | None = None
     output_tokens: int = 0

@@ -31,6 +31,7 @@ class RequestCounts:
         self._tenants: set[str] = set()
         self._requests: Counter[Labels] = Counter()
         self._prompt_tokens: Counter[Labels] = Counter()
+        self._cached_tokens: Counter[Labels] = Counter()
         self._completion_tokens: Counter[Labels] = Counter()
         self._deadline_cuts: Counter[Labels] = Counter()
 
@@ -43,6 +44,7 @@ class RequestCounts:
         self._requests[*whose, record.outcome] += 1
         if record.prompt_tokens and record.submitted_at is not None:
             self._prompt_tokens[whose] += record.prompt_tokens
+            self._cached_tokens[whose] += record.cached_tokens
             self._completion_tokens[whose] += record.output_tokens
         if record.deadline_cut:
             self._deadline_cuts[by_class] += 1
@@ -52,6 +54,7 @@ class RequestCounts:
         counted = {
             catalog.REQUESTS: self._requests,
             catalog.PROMPT_TOKENS: self._prompt_tokens,
+            catalog.CACHED_TOKENS: self._cached_tokens,
             catalog.COMPLETION_TOKENS: self._completion_tokens,
             catalog.DEADLINE_CUTS: self._deadline_cuts,
         }

@@ -246,6 +246,9 @@ def _engines(put: _Put, decoders: Mapping[str, Decoder], steps: StepWindow) -> N
         put(catalog.RUNNING_SEQUENCES, load.running, *labels)
         put(catalog.KV_PAGES_USED, load.kv_pages_used, *labels)
         put(catalog.KV_PAGES_LIMIT, load.kv_pages_total, *labels)
+        put(catalog.KV_PAGES_CACHED, load.kv_pages_cached, *labels)
+        put(catalog.CACHE_EVICTIONS, load.cache_evictions, *labels)
+        put(catalog.PREEMPTIONS, load.preemptions, *labels)
         if load.kv_pages_total:
             put(catalog.KV_USE, load.kv_pages_used / load.kv_pages_total, *labels)
         put(catalog.ENGINE_UP, decoder.alive, *labels)

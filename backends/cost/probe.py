@@ -146,6 +146,10 @@ class CostProbe:
         runner = self.runner
         context = min(CONTEXT, runner.max_context - 2, (runner.num_pages - 1) * PAGE_SIZE)
         batch = BatchBuilder(runner.num_pages * PAGE_SIZE)
-        batch.add_tree(list(range(-(-(context + 1) // PAGE_SIZE))), 0, context, [0] * (rows - 1), [0] * (rows - 1))
+        # Pages are read only: an engine that is idle keeps in them what its next prompts may begin with. What a row
+        # writes goes to the scratch slots, the last of which few steps need.
+        scratch = runner.num_pages + -(-runner.max_rows // PAGE_SIZE) - 1
+        pages = [*range(context // PAGE_SIZE), scratch]
+        batch.add_tree(pages, 0, context, [0] * (rows - 1), [0] * (rows - 1))
         # Taking one number waits for a device that works on its own, and costs nothing else.
         return runner.logits(runner.forward(batch.build()))[0, 0].item()

@@ -25,19 +25,19 @@ class StepAccounting:
         self.calibration = calibration
         self.counters = CounterBook()
         self.samples: deque[StepSample] = deque(maxlen=_MOST_SAMPLES)
-        self._cost, self._optional = cost, optional
+        self.cost, self._optional = cost, optional
 
     def use_cost(self, cost: StepCost) -> None:
-        self._cost = cost
+        self.cost = cost
 
     def price(self, num_decoding: int, num_nodes: int, num_prefill_rows: int, offers_ms: float) -> StepPrice:
         """What a step costs by the table in which ``num_decoding`` sequences decode, with ``num_nodes`` candidates
         altogether, for which the drafters took ``offers_ms``."""
         with self._optional.counting:
-            vanilla_ms = self._cost.decode_ms(num_decoding, 0, num_prefill_rows)
+            vanilla_ms = self.cost.decode_ms(num_decoding, 0, num_prefill_rows)
             if not num_nodes:
                 return StepPrice(vanilla_ms + offers_ms, vanilla_ms)
-            return StepPrice(self._cost.decode_ms(num_decoding, num_nodes, num_prefill_rows) + offers_ms, vanilla_ms)
+            return StepPrice(self.cost.decode_ms(num_decoding, num_nodes, num_prefill_rows) + offers_ms, vanilla_ms)
         return StepPrice()
 
     def count(self, plan: StepPlan, outcomes: list[Outcome], offers_ms: float, began: float, ended: float) -> None:
@@ -53,7 +53,7 @@ class StepAccounting:
         measured_ms = (ended - began) * 1e3
         with_drafts = price.planned_ms > price.vanilla_ms
         spent_ms = price.planned_ms * self.calibration.factor(size) if with_drafts else price.planned_ms
-        forward_ms = self._cost.forward_ms(plan.num_rows)
+        forward_ms = self.cost.forward_ms(plan.num_rows)
         table_ms = forward_ms + offers_ms
         self._calibrate(plan, size, offers_ms, table_ms, measured_ms)
         # Beside prompts, the rest of the time went into them.
@@ -77,7 +77,7 @@ class StepAccounting:
             item.sequence.counts.add(step, times)
             self.counters.add_step(request.stats_key, step, times, control=request.plan.method == "vanilla")
         kind = "prefill" if plan.prefill_chunks else "verification" if plan.num_nodes else "vanilla"
-        without_ms = self._cost.forward_ms(plan.num_rows - plan.num_nodes) if plan.num_nodes else forward_ms
+        without_ms = self.cost.forward_ms(plan.num_rows - plan.num_nodes) if plan.num_nodes else forward_ms
         self.samples.append(StepSample(kind, plan.num_rows, ended - began, without_ms / 1e3))
 
     def _calibrate(self, plan: StepPlan, size: int, offers_ms: float, table_ms: float, measured_ms: float) -> None:

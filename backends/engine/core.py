@@ -16,6 +16,7 @@ from backends.engine.config import EngineConfig
 from backends.engine.drafters import Drafter, HeadsDrafter, LookupDrafter
 from backends.engine.drafting import DraftPlanner
 from backends.engine.optional_parts import OptionalParts
+from backends.engine.prefix_chain import chain_root
 from backends.engine.scheduler import Scheduler
 from backends.engine.sequence import Sequence, SequenceStatus
 from backends.engine.step_plan import Outcome, StepPlan
@@ -120,7 +121,8 @@ class EngineCore:
             )
         if self.scheduler.holds(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already in use")
-        self.scheduler.add(Sequence(request, self.tokenizer, self.config.eos_token_ids, self._clock()))
+        eos = self.config.eos_token_ids
+        self.scheduler.add(Sequence(request, self.tokenizer, eos, self._clock(), self._chain_root(request)))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its pages at once; unknown ids are no error."""
@@ -155,7 +157,7 @@ class EngineCore:
             if not self.scheduler.is_running(sequence):
                 continue
             if sequence.id in ended:
-                self.scheduler.remove(sequence.id)
+                self.scheduler.remove(sequence.id, keep=False)
             else:
                 self._end(sequence, "error", message)
         return self._take_outbox()
@@ -163,6 +165,13 @@ class EngineCore:
     def check_integrity(self) -> None:
         """Raises :class:`backends.engine.kv_cache.IntegrityError` unless pages and sequences add up."""
         self.scheduler.check_integrity()
+
+    def _chain_root(self, request: GenerationRequest) -> bytes | None:
+        """Who finds what the request computes. The pages are one model's, so it needs no name in it."""
+        if self.config.prefix_cache == "none":
+            return None
+        tenant = request.tenant if self.config.prefix_cache == "tenant" else ""
+        return chain_root(tenant, request.cache_salt)
 
     def _schedule(self) -> StepPlan:
         """End what is late, admit what is waiting, plan the rows."""
@@ -184,9 +193,8 @@ class EngineCore:
     def _run(self, plan: StepPlan) -> torch.Tensor:
         """One forward of all rows; returns hidden states [outputs, H]. From here on the chunks' tokens are cached."""
         hidden = self.runner.forward(plan.batch.build())
-        for sequence, num_tokens in plan.prefill_chunks:
-            sequence.num_computed_tokens += num_tokens
-            self.drafting.note_prefilled(sequence, num_tokens)
+        for chunk in plan.prefill_chunks:
+            self.scheduler.note_read(chunk)
         return hidden
 
     def _verify(self, plan: StepPlan, hidden: torch.Tensor) -> list[Outcome]:
@@ -234,7 +242,8 @@ class EngineCore:
         return grammar.error or (GRAMMAR_STUCK if bool(logits_row.amax().isfinite()) else None)
 
     def _commit(self, outcomes: list[Outcome]) -> None:
-        """Move the accepted candidates' keys and values from scratch into their sequences' pages."""
+        """Move the accepted candidates' keys and values from scratch into their sequences' pages, and let others find
+        what is final."""
         source: list[int] = []
         target: list[int] = []
         for outcome in outcomes:
@@ -246,9 +255,12 @@ class EngineCore:
             rows = outcome.result.rows[1 : sequence.num_computed_tokens - first + 1]
             if rows:
                 source += [item.node_slots[row - 1] for row in rows]
-                target += self.scheduler.slots(sequence, first, len(rows))
+                target += self.scheduler.memory.slots(sequence, first, len(rows))
         if source:
             self.runner.copy_slots(source, target)
+        for outcome in outcomes:
+            if outcome.scheduled.sequence.finish_reason != "error":
+                self.scheduler.memory.publish(outcome.scheduled.sequence)
 
     def _mark_time(self, outcomes: list[Outcome]) -> float:
         """The end of the step in all its sequences; returns it."""

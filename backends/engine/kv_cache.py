@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from backends.runners.batch import PAGE_SIZE
+
+
+class SupportsPages(Protocol):
+    """What each full page of a text holds, see :class:`backends.engine.prefix_chain.PrefixChain`."""
+
+    def __getitem__(self, page: int, /) -> bytes: ...
 
 
 class IntegrityError(AssertionError):
@@ -15,11 +22,9 @@ class IntegrityError(AssertionError):
 class PageManager:
     """Owns the pages, of :data:`PAGE_SIZE` positions each; who wants some is an *owner* with a name of its own.
 
-    A page may have several owners: those of sequences that begin alike, or a cache that keeps a beginning for later.
-    It is free again when the last one lets go. Only pages that are full are shared: nobody writes into them any more.
-
-    The engine allocates a sequence's longest possible life at its admission. So a sequence never runs out half way, and
-    admission is the only place where memory is refused.
+    A page that is full may be *published* under the hash of all that it depends on. Others that begin alike then hold
+    it too, and it stays when its last owner lets go, until its place is needed: the longest unused goes first, and of
+    one text the end before the beginning. Nobody writes into a published page.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -30,6 +35,12 @@ class PageManager:
         self._free = list(range(num_pages - 1, -1, -1))
         self._owned: dict[str, list[int]] = {}
         self._num_owners = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        # Published pages without an owner, the longest unused first.
+        self._idle: dict[int, None] = {}
+        self.evictions = 0
+        """Published pages that had to give way, since the start."""
 
     @staticmethod
     def pages_for(tokens: int) -> int:
@@ -37,7 +48,18 @@ class PageManager:
 
     @property
     def used_pages(self) -> int:
-        return self.num_pages - len(self._free)
+        """Those that have an owner."""
+        return self.num_pages - self.available_pages
+
+    @property
+    def available_pages(self) -> int:
+        """Those that can be had: free, or published and without an owner."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached_pages(self) -> int:
+        """Published ones, with an owner or without."""
+        return len(self._hash_of)
 
     def pages_of(self, owner: str) -> Sequence[int]:
         """Its pages in order of position, not to be changed. Raises KeyError for one without."""
@@ -52,41 +74,71 @@ class PageManager:
         pages = self._owned[owner]
         return [pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in range(first, first + count)]
 
-    def allocate(self, owner: str, tokens: int) -> bool:
-        """Pages for ``tokens`` positions; False, and nothing is taken, when too few are free.
+    def find(self, chain: SupportsPages, most: int) -> list[int]:
+        """The published pages that a text begins with, at most its first ``most``, which must be full. They may be gone
+        as soon as pages are taken."""
+        found = []
+        for index in range(most):
+            page = self._page_of.get(chain[index])
+            if page is None:
+                break
+            found.append(page)
+        return found
 
-        Raises ValueError for who holds pages already: it may :meth:`grow`.
+    def allocate(self, owner: str, tokens: int, shared: Sequence[int] = (), *, spare: int = 0) -> bool:
+        """Pages for ``tokens`` positions, the first of them ``shared``: what :meth:`find` has just found.
+
+        False, and nothing is taken, when fewer than ``spare`` pages would be left. Raises ValueError for who holds
+        pages already: it may :meth:`grow`.
         """
-        return self._add(owner, [], tokens)
-
-    def fork(self, owner: str, child: str, *, shared: int, tokens: int) -> bool:
-        """Pages for ``tokens`` positions of ``child``, which begins with the first ``shared`` positions of ``owner``.
-
-        The full pages among these are shared; what is in a page that is not full must be computed (or copied) again.
-        False, and nothing is taken, when too few are free. Raises ValueError when ``child`` holds pages already, or
-        ``shared`` is more than either of the two has.
-        """
-        pages = self._owned[owner]
-        if not 0 <= shared <= min(tokens, len(pages) * PAGE_SIZE):
-            raise ValueError(f"{child!r} wants {tokens} positions, {shared} of them from {owner!r}, which has less")
-        return self._add(child, pages[: shared // PAGE_SIZE], tokens)
+        if owner in self._owned:
+            raise ValueError(f"{owner!r} already holds pages")
+        wanted = self.pages_for(tokens) - len(shared)
+        waking = sum([page in self._idle for page in shared])
+        if wanted + spare > self.available_pages - waking:
+            return False
+        for page in shared:
+            self._hold(page)
+        self._owned[owner] = [*shared, *self._take(wanted)]
+        return True
 
     def grow(self, owner: str, tokens: int) -> bool:
         """More pages, so that there is room for ``tokens`` positions altogether; False, and nothing is taken, when too
-        few are free. Never gives any back."""
+        few can be had. Never gives any back."""
         pages = self._owned[owner]
         wanted = self.pages_for(tokens) - len(pages)
-        if wanted > len(self._free):
+        if wanted > self.available_pages:
             return False
         pages += self._take(wanted)
         return True
 
+    def publish(self, owner: str, index: int, content: bytes) -> None:
+        """Its page ``index`` is full and holds what ``content`` is the hash of. If another page does so already, the
+        owner holds that one instead: their bits are the same."""
+        if not self.adopt(owner, index, content):
+            page = self._owned[owner][index]
+            self._page_of[content], self._hash_of[page] = page, content
+
+    def adopt(self, owner: str, index: int, content: bytes) -> bool:
+        """Hold the page that is published as ``content`` in place of its page ``index``; False: there is none."""
+        found, pages = self._page_of.get(content), self._owned[owner]
+        if found is None:
+            return False
+        if found != pages[index]:
+            self._hold(found)
+            self._let_go(pages[index])
+            pages[index] = found
+        return True
+
+    def forget(self, owner: str) -> None:
+        """Nobody shall find its pages any more; who holds them goes on."""
+        for page in self._owned.get(owner, ()):
+            self._unpublish(page)
+
     def free(self, owner: str) -> None:
         """Let an owner's pages go; an unknown owner is no error, so that closing twice is harmless."""
         for page in reversed(self._owned.pop(owner, ())):
-            self._num_owners[page] -= 1
-            if not self._num_owners[page]:
-                self._free.append(page)
+            self._let_go(page)
 
     def check_integrity(self, live: Iterable[str]) -> None:
         """Raises :class:`IntegrityError` unless exactly ``live`` own pages, and every page is either free or counts the
@@ -102,24 +154,46 @@ class PageManager:
         wrong = [page for page in range(self.num_pages) if held[page] != self._num_owners[page]]
         if wrong:
             raise IntegrityError(f"pages count other owners than they have: {wrong[:5]}")
-        if sorted([*self._free, *held]) != list(range(self.num_pages)):
-            raise IntegrityError(f"{len(self._free)} free pages and {len(held)} held ones, {self.num_pages} in all")
-
-    def _add(self, owner: str, shared: list[int], tokens: int) -> bool:
-        if owner in self._owned:
-            raise ValueError(f"{owner!r} already holds pages")
-        wanted = self.pages_for(tokens) - len(shared)
-        if wanted > len(self._free):
-            return False
-        pages = [*shared, *self._take(wanted)]
-        for page in shared:
-            self._num_owners[page] += 1
-        self._owned[owner] = pages
-        return True
+        if sorted([*self._free, *self._idle, *held]) != list(range(self.num_pages)):
+            raise IntegrityError(
+                f"{len(self._free)} free pages, {len(self._idle)} idle and {len(held)} held ones, "
+                f"{self.num_pages} in all"
+            )
+        published = {page: content for content, page in self._page_of.items()}
+        if (
+            published != self._hash_of
+            or len(published) != len(self._page_of)
+            or not published.keys() >= self._idle.keys()
+        ):
+            raise IntegrityError("published pages and their hashes differ")
 
     def _take(self, count: int) -> list[int]:
-        """So many free pages, which then have one owner each."""
+        """So many pages, which then have one owner each: free ones first."""
+        while len(self._free) < count:
+            page = next(iter(self._idle))
+            self.evictions += 1
+            self._unpublish(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._num_owners[page] = 1
         return pages
+
+    def _hold(self, page: int) -> None:
+        self._idle.pop(page, None)
+        self._num_owners[page] += 1
+
+    def _let_go(self, page: int) -> None:
+        self._num_owners[page] -= 1
+        if not self._num_owners[page]:
+            if page in self._hash_of:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def _unpublish(self, page: int) -> None:
+        content = self._hash_of.pop(page, None)
+        if content is not None:
+            del self._page_of[content]
+            if page in self._idle:
+                del self._idle[page]
+                self._free.append(page)

@@ -83,7 +83,14 @@ def open_engine(
     with stages.stage("loading"), _kernels_ahead(options):
         parts = load_parts(options, stages)
     with stages.stage("loading"):
-        loaded = build_core(parts, options, cost_stores=cost_stores, early_rows=EARLY_ROWS, stages=stages)
+        loaded = build_core(
+            parts,
+            options,
+            cost_stores=cost_stores,
+            early_rows=EARLY_ROWS,
+            stages=stages,
+            prefix_cache=options.prefix_cache,
+        )
     guessed = len(loaded.core.cost.guessed)
     later = f"; what steps of {guessed} sizes cost is guessed until there is an idle moment" if guessed else ""
     tell(f"{loaded.info.name} ({loaded.info.dtype}) is ready after {stages.told()}{later}")
@@ -220,10 +227,11 @@ def build_core(
     cost_stores: Sequence[CostStore] = (),
     early_rows: int = max(ROWS),
     stages: StartStages | None = None,
+    prefix_cache: str = "none",
 ) -> LoadedCore:
     """An engine core around a loaded transformers model. ``cost`` None: one that ``cost_stores`` keep for this model on
     this device, or measured here, steps of more than ``early_rows`` rows only later. ``calibration`` None: one that
-    starts with what they keep. ``stages``: where the time is noted."""
+    starts with what they keep. ``stages``: where the time is noted. ``prefix_cache``: see :class:`EngineConfig`."""
     model, tokenizer, heads = parts.model, parts.tokenizer, parts.heads
     positions: int = model.config.get_text_config().max_position_embeddings
     longest = min(options.max_model_len or positions, positions)
@@ -236,6 +244,7 @@ def build_core(
         max_running=max_running,
         max_rows=max(256, max_running + 64),
         eos_token_ids=_eos_token_ids(model, tokenizer),
+        prefix_cache=prefix_cache,
     )
     runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from backends.engine.config import PREFIX_CACHES
+
 _ABOUT = "about"
 MOST_TOKENS = 2**31 - 1
 
@@ -83,6 +85,15 @@ class EngineOptions:
             "weights of the linear layers (int4: with --dtype bfloat16); default: as they are",
             "--quantize",
             choices=("int8", "int4"),
+        ),
+    )
+    prefix_cache: str = _option(
+        "tenant",
+        About(
+            "prompts that begin alike share what is computed of them: within an API key, between all, or not at all; "
+            "default: %(default)s",
+            "--prefix-cache",
+            choices=PREFIX_CACHES,
         ),
     )
     measure_anew: bool = _option(

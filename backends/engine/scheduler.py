@@ -9,12 +9,13 @@ from backends.engine.config import EngineConfig
 from backends.engine.drafting import NO_DRAFT, DraftPlan, DraftPlanner
 from backends.engine.kv_cache import PageManager
 from backends.engine.optional_parts import OptionalParts
-from backends.engine.prefill_share import share_rows
+from backends.engine.prefill_share import budget_rows, share_rows
 from backends.engine.sequence import Sequence, SequenceStatus
+from backends.engine.sequence_memory import SequenceMemory
 from backends.engine.step_plan import PrefillChunk, ScheduledSequence, StepPlan, StepPrice
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.speculation.tree_builder import Draft
-from backends.types import EngineLoad
+from backends.types import EngineLoad, PrefillBudget
 
 
 class Scheduler:
@@ -30,11 +31,16 @@ class Scheduler:
     ) -> None:
         self._config, self._drafting = config, drafting
         self._accounting, self._optional = accounting, optional
-        self._pages = PageManager(num_pages)
+        self.memory = SequenceMemory(num_pages, config.spare_pages)
+        self._pages = self.memory.pages
         self._scratch_base = num_pages * PAGE_SIZE
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
         self._with_deadline: dict[str, Sequence] = {}
+        self._preemptions = 0
+        self.prefill = PrefillBudget(rows=config.prefill_rows)
+        # The oldest of the prompts that are read, and in how many steps others were read before it.
+        self._oldest, self._passed_over = "", 0
 
     @property
     def has_work(self) -> bool:
@@ -52,7 +58,12 @@ class Scheduler:
             kv_pages_used=self._pages.used_pages,
             kv_pages_total=self._pages.num_pages,
             max_running=self._config.max_running,
-            oldest_wait_s=now - self._waiting[0].arrived if self._waiting else 0.0,
+            oldest_wait_s=now - self._waiting[0].queued_at if self._waiting else 0.0,
+            kv_pages_cached=self._pages.cached_pages,
+            cache_evictions=self._pages.evictions,
+            cache_prompt_tokens=self.memory.prompt_tokens,
+            cache_hit_tokens=self.memory.cached_tokens,
+            preemptions=self._preemptions,
         )
 
     def fits(self, num_tokens: int) -> bool:
@@ -71,12 +82,13 @@ class Scheduler:
         if sequence.request.deadline_s is not None:
             self._with_deadline[sequence.id] = sequence
 
-    def remove(self, request_id: str) -> None:
-        """Forget a sequence and free its pages at once; unknown ids are no error."""
+    def remove(self, request_id: str, *, keep: bool = True) -> None:
+        """Forget a sequence and free its pages at once; unknown ids are no error. ``keep`` False: what it has computed
+        is not to be trusted, so nobody shall find it in the cache."""
         self._with_deadline.pop(request_id, None)
         sequence = self._running.get(request_id)
         if sequence is not None:
-            self._pages.free(request_id)
+            self.memory.release(sequence, keep=keep and sequence.finish_reason != "error")
             del self._running[request_id]
             sequence.status = SequenceStatus.FINISHED
             return
@@ -102,17 +114,26 @@ class Scheduler:
                     sequence.update_deadline(now)
 
     def admit(self, now: float) -> None:
-        """First come, first served: a long request is not overtaken for ever by short ones."""
+        """See that all that run have pages for a step, then let others in that have room beside them.
+
+        First come, first served: a long request is not overtaken for ever by short ones. The oldest is never put out,
+        and has room for its longest life once it is alone: so all come to their end.
+        """
+        for sequence in self.running:
+            while self.is_running(sequence) and not self.memory.grow(sequence):
+                self.preempt_youngest(now)
         while self._waiting and len(self._running) < self._config.max_running:
             sequence = self._waiting[0]
             request_id = sequence.id
-            if not self._pages.allocate(request_id, sequence.longest):
+            if not self.memory.begin(sequence, len(self._running)):
                 return
             # From here on nothing is called that could fail: the pages have an owner that is not in the books yet.
             self._waiting.popleft()
-            sequence.status = SequenceStatus.PREFILL
-            sequence.admitted_at = now
             self._running[request_id] = sequence
+            sequence.status = SequenceStatus.PREFILL
+            if sequence.admitted_at is None:
+                sequence.admitted_at = now
+            self._read(sequence, sequence.num_computed_tokens)
 
     def schedule(self) -> StepPlan:
         """Rows of the next step: one for each decoding sequence and its candidates, the others for prompts."""
@@ -120,7 +141,7 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for sequence in self._running.values():
             (decoding if sequence.status is SequenceStatus.DECODE else prefilling).append(sequence)
-        chunks = self._prefill_chunks(prefilling, beside_decoding=bool(decoding)) if prefilling else []
+        chunks = self._prefill_chunks(prefilling, num_decoding=len(decoding)) if prefilling else []
         num_prefill_rows = sum([chunk.num_tokens for chunk in chunks]) if chunks else 0
         drafts = self._drafting.plan(decoding, num_prefill_rows=num_prefill_rows, num_prefilling=len(prefilling))
         batch = BatchBuilder(self._scratch_base)
@@ -143,18 +164,54 @@ class Scheduler:
             price=price,
         )
 
-    def slots(self, sequence: Sequence, first: int, count: int) -> list[int]:
-        """Where the keys and values of ``count`` of its positions from ``first`` on lie."""
-        return self._pages.slots(sequence.id, first, count)
+    def preempt_youngest(self, now: float) -> None:
+        """Take the pages of who came in last, of at least one that runs. It goes on when there is room, before all
+        others that wait; what it has published stays while it can."""
+        _, sequence = self._running.popitem()
+        self.memory.release(sequence, keep=True)
+        sequence.preempt(now)
+        self._waiting.appendleft(sequence)
+        self._preemptions += 1
+
+    def note_read(self, chunk: PrefillChunk) -> None:
+        """A step has computed the chunk's keys and values."""
+        sequence, num_tokens = chunk
+        sequence.num_computed_tokens += num_tokens
+        self.memory.publish(sequence)
+        self._read(sequence, num_tokens)
 
     def check_integrity(self) -> None:
         """Raises :class:`backends.engine.kv_cache.IntegrityError` unless pages and sequences add up."""
         self._pages.check_integrity(self._running)
 
-    def _prefill_chunks(self, prefilling: list[Sequence], *, beside_decoding: bool) -> list[PrefillChunk]:
-        """Which prompts go on, by how many tokens. Beside decoding sequences they get ``prefill_rows`` at most."""
-        left = [sequence.prompt_length - sequence.num_computed_tokens for sequence in prefilling]
-        shares = share_rows(left, self._config.prefill_rows if beside_decoding else self._config.max_rows)
+    def _read(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many more of its tokens need not be read any more. One that had begun its answer decodes after them."""
+        if num_tokens:
+            self._drafting.note_prefilled(sequence, num_tokens)
+        if sequence.num_computed_tokens == sequence.num_to_read:
+            sequence.status = SequenceStatus.DECODE
+
+    def _prefill_chunks(self, prefilling: list[Sequence], *, num_decoding: int) -> list[PrefillChunk]:
+        """Which prompts go on, by how many tokens. Beside decoding sequences they get what the budget allows."""
+        left = []
+        for sequence in prefilling:
+            self._read(sequence, self.memory.catch_up(sequence))
+            left.append(sequence.num_to_read - sequence.num_computed_tokens)
+        # Of those that would read the same page, the one that has least to read does, and the others find it then.
+        reading = set()
+        for index in sorted(range(len(left)), key=left.__getitem__):
+            page = self.memory.next_page(prefilling[index])
+            if page is not None and page in reading:
+                left[index] = 0
+            reading.add(page)
+        rows = self._config.max_rows
+        if num_decoding:
+            rows = budget_rows(self.prefill, self._accounting.cost, num_decoding, rows - self._config.max_running)
+        if prefilling[0].id != self._oldest:
+            self._oldest, self._passed_over = prefilling[0].id, 0
+        shares = share_rows(left, rows, self._passed_over)
+        if shares[0] < left[0] and sum(shares) > shares[0]:
+            self._passed_over += 1
         return [PrefillChunk(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
 
     def _add_decoding(
@@ -163,7 +220,7 @@ class Scheduler:
         scheduled = []
         for index, sequence in enumerate(decoding):
             draft, tokens, first_row = drafts.drafts.get(index, NO_DRAFT), sequence.tokens, batch.outputs
-            pages = self._pages.pages_of(sequence.id)
+            pages = self.memory.pages_of(sequence)
             node_slots = batch.add_tree(pages, tokens[-1], len(tokens) - 1, draft.tokens, draft.parents)
             scheduled.append(_scheduled(sequence, draft, first_row, node_slots, is_decoding=True))
         return scheduled
@@ -174,10 +231,11 @@ class Scheduler:
         for sequence, num_tokens in chunks:
             start = sequence.num_computed_tokens
             end = start + num_tokens
-            is_last = end == sequence.prompt_length
+            # One that goes on after a preemption has its pending token already.
+            is_last = end == sequence.prompt_length == len(sequence.tokens)
             if is_last:
                 scheduled.append(_scheduled(sequence, NO_DRAFT, batch.outputs, [], is_decoding=False))
-            batch.add_chunk(self._pages.pages_of(sequence.id), sequence.tokens[start:end], start, last_output=is_last)
+            batch.add_chunk(self.memory.pages_of(sequence), sequence.tokens[start:end], start, last_output=is_last)
         return scheduled
 
 

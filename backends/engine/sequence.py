@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from backends.engine.counters import RequestCounts
 from backends.engine.deadline import Behind, Pace, behind
+from backends.engine.prefix_chain import PrefixChain
 from backends.engine.step_trace import StepTracer
 from backends.engine.text_stream import TextStream
 from backends.models.detokenizer import Detokenizer
@@ -19,7 +20,7 @@ from backends.sampling.sampler import LogitProcessor
 from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
 from backends.speculation.tree_builder import NO_OFFERS, Offer
-from backends.speculation.undrafted import Undrafted
+from backends.speculation.undrafted import Undrafted, Why
 from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
 
 
@@ -34,16 +35,26 @@ class SequenceStatus(Enum):
 class Sequence:
     """``tokens``: prompt and answer. Keys and values are in the cache for the first ``num_computed_tokens`` of them.
 
-    While decoding that is all but the last, the *pending* token. ``offers``: guesses for the next step, by drafter."""
+    While decoding that is all but the last, the *pending* token. ``offers``: guesses for the next step, by drafter.
+    ``chain``: by what its pages are found, None where they are not shared; the first ``published`` are.
+    ``queued_at``: since when it waits, where it does; ``preemptions``: how often it has lost its pages and begun again.
+    ``cached_tokens``: of the prompt, those that it has not had to read.
+    """
 
     request: GenerationRequest
     tokenizer: HfTokenizer
     eos_token_ids: frozenset[int]
     arrived: float
+    chain_root: InitVar[bytes | None] = None
     status: SequenceStatus = SequenceStatus.WAITING
     tokens: list[int] = field(init=False)
     prompt_length: int = field(init=False)
     num_computed_tokens: int = 0
+    chain: PrefixChain | None = field(init=False)
+    published: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queued_at: float = field(init=False)
     offers: Mapping[str, Offer] = field(default_factory=lambda: NO_OFFERS)
     processor: LogitProcessor | None = None
     speculation: Speculation = field(init=False)
@@ -65,10 +76,12 @@ class Sequence:
     _unsent: list[int] = field(default_factory=list)
     _ending_ids: frozenset[int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, chain_root: bytes | None) -> None:
         sampling = self.request.sampling
         self.tokens = list(self.request.prompt_token_ids)
         self.prompt_length = len(self.tokens)
+        self.chain = None if chain_root is None else PrefixChain(chain_root, self.tokens)
+        self.queued_at = self.arrived
         self._ending_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             self._ending_ids |= self.eos_token_ids
@@ -105,9 +118,19 @@ class Sequence:
         return self.request.sampling.max_tokens - self.num_generated
 
     @property
-    def longest(self) -> int:
-        """Positions that the sequence can ever need."""
-        return self.prompt_length + self.request.sampling.max_tokens
+    def num_to_read(self) -> int:
+        """Tokens that are read before it decodes: its prompt, whose last row gives the first token; of one that has
+        begun its answer and lost its pages, all but the pending one."""
+        return len(self.tokens) - (len(self.tokens) > self.prompt_length)
+
+    def preempt(self, now: float) -> None:
+        """It has lost its pages: it waits, and begins again with all that it has. Nothing of that can be seen from
+        outside; guesses are made anew."""
+        self.status, self.queued_at = SequenceStatus.WAITING, now
+        self.num_computed_tokens = self.published = 0
+        self.preemptions += 1
+        self.offers = NO_OFFERS
+        self.undrafted.unasked = Why.RESUMED
 
     def accept(self, token: int, logits: torch.Tensor, row: int) -> bool:
         """Append one verified token, drawn from ``row`` of ``logits`` [R, V]; True when it ends the answer (nothing
@@ -183,6 +206,7 @@ class Sequence:
             token_ids=token_ids,
             logprobs=logprobs,
             num_tokens=self.num_generated,
+            cached_tokens=self.cached_tokens,
             finish_reason=self.finish_reason,
             stop_match=self.stop_match,
             stats=self.stats() if final else None,
@@ -211,6 +235,8 @@ class Sequence:
             accepted_by=dict(counts.accepted_by),
             drafted_grammar_tokens=counts.drafted_of_grammar,
             emitted_tokens=self.num_generated,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
             speedup_estimate=self.speedup,
             saved_s=counts.saved_ms / 1e3,
             reason=reason,

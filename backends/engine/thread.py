@@ -21,6 +21,7 @@ from backends.types import (
     EngineStopped,
     GenerationRequest,
     ModelInfo,
+    PrefillBudget,
     RequestRefused,
     StepSample,
     TokenChunk,
@@ -145,6 +146,9 @@ class Engine:
             "heads_ms": {str(sequences): round(ms, 3) for sequences, ms in cost.heads},
             "guessed_rows": list(cost.guessed),
         }
+
+    def use_prefill(self, budget: PrefillBudget) -> None:
+        self._core.scheduler.prefill = budget
 
     def keep_cost(self) -> bool:
         return self._keeping is not None and self._keeping.refine(self._core.accounting.calibration.learned())

@@ -3,7 +3,8 @@
 Each prompt is first decoded alone, vanilla. Then all are decoded again with random plans (trees of every shape, depths,
 vanilla rows between them), joining and leaving a batch of random size at random moments, with prompts cut into random
 chunks. The logits that every emitted token was drawn from are compared as bytes, and the pieces of text that were sent
-with the text of the tokens.
+with the text of the tokens. :class:`Strain` adds what memory does: beginnings that are found in the cache, pages that
+run out, sequences that lose theirs and go on later, requests that leave and come again.
 """
 
 from __future__ import annotations
@@ -12,26 +13,54 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore
+from backends.engine.kv_cache import PageManager
 from backends.engine.loading import LoadedCore
 from backends.models.tokenizer import HfTokenizer
-from backends.runners.base import HeadsRunner, ProposalRequest, Proposals
+from backends.runners.base import HeadsRunner, ModelRunner, ProposalRequest, Proposals
 from backends.tree import CandidateTree, best_first_paths
-from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenGrammar
+from backends.types import DecodingPlan, GenerationRequest, PositionLogprobs, SamplingParams, TokenGrammar
 
 Progress = Callable[[int, int], object]
 OpenGrammar = Callable[[int], TokenGrammar | None]
 """A new grammar, not yet moved on, for the request of a number: equal ones for equal numbers. None: without one."""
 
 
+_TURNS = 0.3
+"""Chance, with a cache, that a prompt comes again with its answer and more."""
+_LONGEST_TAIL = 8
+_PREEMPTIONS = 0.05
+"""Chance before each step, with few pages, that the youngest loses its own though there is no need."""
+_ABORTS = 0.02
+"""Chance before each step, under strain, that some request leaves and is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strain:
+    """What the second decoding does beside drafting. ``cache``: prompts share what is computed of their beginnings.
+    ``pages``: no more than so many, or two or four times as many, unless the longest prompt with its answer needs more;
+    None: all there are. Sequences lose theirs at random moments too."""
+
+    cache: bool = False
+    pages: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.cache or self.pages is not None
+
+
+NO_STRAIN = Strain()
+
+
 @dataclass(slots=True)
 class LosslessReport:
-    """Sums over everything that was compared. ``accepted``: draft tokens that were accepted on the way."""
+    """Sums over everything that was compared. ``accepted``: draft tokens that were accepted on the way; ``cached``:
+    prompt tokens that were not computed; ``preemptions``, ``evictions``, ``aborts``: see :class:`Strain`."""
 
     prompts: int = 0
     tokens: int = 0
@@ -39,6 +68,10 @@ class LosslessReport:
     logit_mismatches: int = 0
     text_mismatches: int = 0
     accepted: int = 0
+    cached: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    aborts: int = 0
     # Answers that ended by themselves, and what is wrong with those that break their grammar.
     whole: int = 0
     invalid: list[str] = field(default_factory=list)
@@ -50,6 +83,10 @@ class LosslessReport:
         self.logit_mismatches += other.logit_mismatches
         self.text_mismatches += other.text_mismatches
         self.accepted += other.accepted
+        self.cached += other.cached
+        self.preemptions += other.preemptions
+        self.evictions += other.evictions
+        self.aborts += other.aborts
         self.whole += other.whole
         self.invalid += other.invalid
 
@@ -63,6 +100,7 @@ class _Trace:
     tokens: list[int] = field(default_factory=list)
     logits: list[bytes] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def note(self, token: int, row: torch.Tensor) -> None:
@@ -116,7 +154,7 @@ class PlantedHeads:
     def _continuation(self, context: list[int]) -> list[int]:
         prompt = self._prompt_of.get(id(context))
         if prompt is None or tuple(context[: len(prompt)]) != prompt:
-            prompt = next((p for p in self._answers if tuple(context[: len(p)]) == p), ())
+            prompt = max((p for p in self._answers if tuple(context[: len(p)]) == p), key=len, default=())
             self._prompt_of[id(context)] = prompt
         return self._answers.get(prompt, [])[len(context) - len(prompt) :]
 
@@ -130,6 +168,7 @@ def verify_lossless(
     progress: Progress = lambda done, total: None,
     open_grammar: OpenGrammar = lambda number: None,
     judge: Callable[[int, str, bool], str | None] = lambda number, text, whole: None,
+    strain: Strain = NO_STRAIN,
 ) -> LosslessReport:
     """Compare vanilla decoding of each prompt alone with speculative decoding of all in random company.
 
@@ -139,12 +178,36 @@ def verify_lossless(
     """
     rng = random.Random(seed)
     requests = [_request(i, prompt, rng, max_tokens) for i, prompt in enumerate(prompts)]
+    if strain:
+        # Another stream of numbers: the same prompts get the same options with and without strain.
+        more = random.Random(f"{seed} strain")
+        requests = [
+            replace(each, sampling=replace(each.sampling, logprobs=more.choice([None, None, None, 0, 2])))
+            for each in requests
+        ]
     numbers = {request.request_id: i for i, request in enumerate(requests)}
 
     def planned(request: GenerationRequest, plan: DecodingPlan) -> GenerationRequest:
         grammar = open_grammar(numbers[request.request_id])
         sampling = request.sampling if grammar is None else replace(request.sampling, ignore_eos=False)
         return replace(request, plan=plan, grammar=grammar, sampling=sampling)
+
+    followers: list[GenerationRequest] = []
+    num_heads = loaded.core.heads.num_heads if loaded.core.heads else 4
+
+    def again(request: GenerationRequest) -> GenerationRequest:
+        return planned(request, _random_plan(rng, num_heads))
+
+    def follow(request: GenerationRequest, answer: list[int]) -> GenerationRequest | None:
+        """The next turn of a conversation, sometimes: prompt and answer come again, and more behind them."""
+        if not strain.cache or rng.random() > _TURNS:
+            return None
+        name = f"{request.request_id}+"
+        numbers[name] = len(numbers)
+        tail = rng.choice(prompts)[-rng.randint(1, _LONGEST_TAIL) :]
+        turn = replace(request, request_id=name, prompt_token_ids=(*request.prompt_token_ids, *answer, *tail))
+        followers.append(turn)
+        return again(turn)
 
     references = _decode(
         loaded,
@@ -160,23 +223,34 @@ def verify_lossless(
     while done < len(requests):
         # Company changes in size from group to group, and within one as requests come and go.
         group = requests[done : done + rng.randint(16, 48)]
+        followers.clear()
         planted = PlantedHeads(
             loaded.core.heads,
             {request.prompt_token_ids: answers[request.prompt_token_ids] for request in group},
             rng,
-            num_heads=loaded.core.heads.num_heads if loaded.core.heads else 4,
+            num_heads=num_heads,
             vocab_size=loaded.info.vocab_size,
         )
         config = replace(loaded.core.config, max_running=rng.randint(1, 16), prefill_rows=rng.randint(3, 64))
         found = _decode(
             loaded,
-            [planned(request, _random_plan(rng, planted.num_heads)) for request in group],
+            [again(request) for request in group],
             planted,
             config,
             rng,
             lambda count, base=done: progress(len(requests) + base + count, 2 * len(requests)),
             report,
+            strain,
+            again=again,
+            follow=follow,
         )
+        if followers:
+            plain = [planned(request, DecodingPlan(method="vanilla", num_heads=0)) for request in followers]
+            references |= _decode(
+                loaded, plain, None, replace(loaded.core.config, max_running=1), rng, lambda count: None
+            )
+            report.prompts += len(followers)
+            group = [*group, *followers]
         for request in group:
             trace = found[request.request_id]
             _compare(references[request.request_id], trace, loaded.tokenizer, report)
@@ -184,7 +258,7 @@ def verify_lossless(
             report.whole += whole
             if wrong := judge(numbers[request.request_id], "".join(trace.pieces), whole):
                 report.invalid.append(wrong)
-        done += len(group)
+        done += len(group) - len(followers)
     return report
 
 
@@ -196,11 +270,23 @@ def _decode(
     rng: random.Random,
     progress: Callable[[int], object],
     report: LosslessReport | None = None,
+    strain: Strain = NO_STRAIN,
+    again: Callable[[GenerationRequest], GenerationRequest] = lambda request: request,
+    follow: Callable[[GenerationRequest, list[int]], GenerationRequest | None] = lambda request, answer: None,
 ) -> dict[str, _Trace]:
+    """``again``: a request as it is sent again after it has left. ``follow``: what comes after one and its answer."""
     traces = {request.request_id: _Trace() for request in requests}
     base = loaded.core
+    runner: Any = base.runner
+    if strain.cache:
+        config = replace(config, prefix_cache="tenant")
+    if strain.pages is not None:
+        longest = max(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+        pages = strain.pages * rng.choice([1, 2, 4])
+        config = replace(config, spare_pages=rng.choice([0, 0, 1, 2]))
+        runner = _FewerPages(runner, max(pages, PageManager.pages_for(longest)))
     core = EngineCore(
-        base.runner,
+        runner,
         heads,
         loaded.tokenizer,
         config,
@@ -209,24 +295,58 @@ def _decode(
         lambda request_id, position, token, row: traces[request_id].note(token, row),
     )
     waiting, finished = list(requests), 0
+    known = {request.request_id: request for request in requests}
     while waiting or core.has_work:
         while waiting and (not core.has_work or rng.random() < 0.5):
             core.add(waiting.pop(0))
+        if strain:
+            core.check_integrity()
+            if strain.pages is not None and rng.random() < _PREEMPTIONS and core.scheduler.running:
+                core.scheduler.preempt_youngest(0.0)
+            if rng.random() < _ABORTS:
+                leaving = rng.choice(list(known.values()))
+                if core.scheduler.holds(leaving.request_id):
+                    core.abort(leaving.request_id)
+                    traces[leaving.request_id] = _Trace()
+                    waiting.append(again(leaving))
+                    if report is not None:
+                        report.aborts += 1
         for name, chunk in core.step():
             if chunk.error:
                 raise RuntimeError(chunk.error)
             traces[name].pieces.append(chunk.text)
+            traces[name].logprobs += chunk.logprobs
             if chunk.stats is not None:
                 traces[name].finish_reason = chunk.finish_reason
                 finished += 1
                 progress(finished)
                 if report is not None:
                     report.accepted += chunk.stats.accepted_draft_tokens
+                    report.cached += chunk.stats.cached_tokens
+                    report.preemptions += chunk.stats.preemptions
+                ended, answer = known[name], traces[name].tokens
+                longest = len(ended.prompt_token_ids) + len(answer) + _LONGEST_TAIL + ended.sampling.max_tokens
+                turn = follow(ended, answer) if core.scheduler.fits(longest) else None
+                if turn is not None:
+                    traces[turn.request_id], known[turn.request_id] = _Trace(), turn
+                    waiting.append(turn)
     core.check_integrity()
+    if report is not None:
+        report.evictions += core.load().cache_evictions
     if failed := {name: times for name, times in core.optional.failures().items() if times}:
         # Answers are right without these parts, but a proof is about decoding with them.
         raise RuntimeError(f"parts of the engine failed: {failed}")
     return traces
+
+
+class _FewerPages:
+    """A runner of which only the first ``num_pages`` pages are used; candidates lie behind those."""
+
+    def __init__(self, runner: ModelRunner, num_pages: int) -> None:
+        self._runner, self.num_pages = runner, min(num_pages, runner.num_pages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
 
 def _compare(reference: _Trace, found: _Trace, tokenizer: HfTokenizer, report: LosslessReport) -> None:
@@ -235,6 +355,7 @@ def _compare(reference: _Trace, found: _Trace, tokenizer: HfTokenizer, report: L
     # The library makes U+FFFD of whole runs of byte tokens when one is wrong; what it reads without any is so.
     by_library = tokenizer.decode_by_library(reference.tokens)
     report.text_mismatches += len(texts if "\ufffd" in by_library else texts | {by_library}) > 1
+    report.text_mismatches += reference.logprobs != found.logprobs
     length = max(len(reference.tokens), len(found.tokens))
     for i in range(length):
         if reference.tokens[i : i + 1] != found.tokens[i : i + 1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from backends.bench.prompts import PROMPTS
 from backends.engine.loading import EngineOptions, load_core
@@ -10,7 +11,9 @@ from backends.models.tiny import TINY_MODEL_NAME, TINY_TOKENIZERS
 from backends.models.tiny_architectures import TINY_ARCHITECTURES
 from backends.models.tokenizer import HfTokenizer
 from backends.proof.grammars import RandomGrammars
-from backends.proof.lossless import LosslessReport, Progress, verify_lossless
+from backends.proof.lossless import NO_STRAIN, LosslessReport, Progress, Strain, verify_lossless
+
+_LONGEST_ALIKE = 160
 
 
 def prove(
@@ -29,8 +32,10 @@ def prove(
     seed: int,
     progress: Progress,
     grammar: bool = False,
+    strain: Strain = NO_STRAIN,
 ) -> LosslessReport:
     """Load and compare. ``architecture``, ``tokenizer``: of the tiny model. ``grammar``: most answers must follow one.
+    ``strain``: see :class:`Strain`; with its cache, most prompts begin like others.
 
     Raises OSError or ValueError for what the user can mend.
     """
@@ -48,8 +53,10 @@ def prove(
     )
     loaded = load_core(options)
     ids = random_prompts(loaded.tokenizer, prompts, random.Random(seed), longest=40 if tiny else 120)
+    if strain.cache:
+        ids = alike(ids, random.Random(f"{seed} alike"))
     if not grammar:
-        return verify_lossless(loaded, ids, seed=seed, max_tokens=max_tokens, progress=progress)
+        return verify_lossless(loaded, ids, seed=seed, max_tokens=max_tokens, progress=progress, strain=strain)
     grammars = RandomGrammars(loaded.grammars, seed)
     return verify_lossless(
         loaded,
@@ -59,6 +66,7 @@ def prove(
         progress=progress,
         open_grammar=grammars.open,
         judge=grammars.judge,
+        strain=strain,
     )
 
 
@@ -83,4 +91,22 @@ def random_prompts(tokenizer: HfTokenizer, count: int, rng: random.Random, *, lo
         ids = tokenizer.encode_chat([{"role": "user", "content": text}])
         start = 0 if rng.random() < 0.7 else rng.randrange(max(1, len(ids) // 2))
         found[tuple(ids[start : start + rng.randint(4, longest)])] = None
+    return list(found)
+
+
+def alike(prompts: Sequence[tuple[int, ...]], rng: random.Random) -> list[tuple[int, ...]]:
+    """As many prompts, all different, most of which begin like one of the few before: with a part of it, or all."""
+    found: dict[tuple[int, ...], None] = {}
+    recent: list[tuple[int, ...]] = []
+    for prompt in prompts:
+        if recent and rng.random() < 0.7:
+            before = rng.choice(recent[-8:])
+            prompt = (before if rng.random() < 0.5 else before[: rng.randint(1, len(before))]) + prompt[
+                : rng.randint(1, len(prompt))
+            ]
+            prompt = prompt[:_LONGEST_ALIKE]
+        found.setdefault(prompt)
+        recent.append(prompt)
+    while len(found) < len(prompts):
+        found.setdefault((*rng.choice(recent)[:_LONGEST_ALIKE], *rng.choice(prompts)[-4:]))
     return list(found)

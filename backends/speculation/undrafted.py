@@ -20,6 +20,7 @@ class Why:
     NOTHING = "there are no heads to ask, and the text did not repeat itself"
     PLAN = "the plan allows no candidates"
     ROOM = "the batch had no rows left for candidates"
+    RESUMED = "it had just gone on after its memory was taken by others"
     LAST = "only the last token was to come"
 
 

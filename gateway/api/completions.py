@@ -101,7 +101,7 @@ class ChatCall(Call):
                 created=answer.created,
                 model=answer.model,
                 choices=choices,
-                usage=usage(answer.prompt_tokens, results),
+                usage=usage(answer.prompt_tokens, results, self.prompts),
                 decoding=whole_report(answer.plan, results, trace=self.traced),
             )
         )
@@ -146,7 +146,7 @@ class CompletionCall(Call):
                 created=answer.created,
                 model=answer.model,
                 choices=choices,
-                usage=usage(answer.prompt_tokens, results),
+                usage=usage(answer.prompt_tokens, results, self.prompts),
                 decoding=whole_report(answer.plan, results, trace=self.traced),
             )
         )

@@ -15,7 +15,7 @@ from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
-_KINDS = ("decoding", "sweep", "structured", "telemetry", "peers", "load", "prompts")
+_KINDS = ("decoding", "sweep", "structured", "prefix", "telemetry", "peers", "load", "prompts")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -24,7 +24,8 @@ def add_parser(subparsers: Any) -> None:
         help="measure Medusa, vanilla and transformers' generate side by side",
         description="Contestants take turns on the same prompts; cells report medians over rounds. `bench sweep` "
         "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench structured` "
-        "measures answers by JSON schema; `bench telemetry` "
+        "measures answers by JSON schema; `bench prefix` conversations with and without the prefix cache; "
+        "`bench telemetry` "
         "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without; "
         "`bench peers` compares with other engines, as `make peers` installs them; `bench load` does so over HTTP; "
         "`bench prompts` brings a public benchmark's prompts from where you say.",
@@ -33,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     add("what", nargs="?", choices=_KINDS, default="decoding", help="default: %(default)s")
     add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner", "--quantize")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds; of peers about 80")
-    add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24")
+    add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24; of prefix 8 conversations")
     add(
         "--concurrency",
         type=_integers,
@@ -125,6 +126,22 @@ def _structured(args: argparse.Namespace) -> dict[str, Any]:
     return run_structured(options, _progress)
 
 
+def _prefix(args: argparse.Namespace) -> dict[str, Any]:
+    from backends.bench.prefix import PrefixOptions, run_prefix
+
+    usual = PrefixOptions()
+    engine = replace(given_options(args), max_model_len=4096, kv_tokens=16_384)
+    return run_prefix(
+        replace(
+            usual,
+            engine=engine,
+            conversations=args.rounds or usual.conversations,
+            max_tokens=args.max_tokens or usual.max_tokens,
+        ),
+        _progress,
+    )
+
+
 def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
     if args.concurrency is not None and len(args.concurrency) > 1:
         raise ValueError("--concurrency of bench telemetry is one number, such as 16")
@@ -152,7 +169,13 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(str(error)) from error
 
 
-_BENCHES = {"decoding": _decoding, "sweep": _sweep, "structured": _structured, "telemetry": _telemetry}
+_BENCHES = {
+    "decoding": _decoding,
+    "sweep": _sweep,
+    "structured": _structured,
+    "prefix": _prefix,
+    "telemetry": _telemetry,
+}
 
 
 def _engine(args: argparse.Namespace) -> EngineOptions:

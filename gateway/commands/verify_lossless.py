@@ -12,6 +12,12 @@ from gateway.commands.engine_options import add_engine_options
 from gateway.commands.errors import CommandError
 
 _MOST_SHOWN = 5
+_STRAINED = {
+    "cached": "prompt tokens from the cache",
+    "preemptions": "preemptions",
+    "evictions": "evictions",
+    "aborts": "aborts",
+}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,6 +47,17 @@ def add_parser(subparsers: Any) -> None:
         action="store_true",
         help="most answers must follow a random schema, pattern, choice or grammar, and are checked against it too",
     )
+    add(
+        "--prefix-cache",
+        action="store_true",
+        help="most prompts begin like others, and what is computed of their beginnings is shared",
+    )
+    add(
+        "--pages",
+        type=int,
+        metavar="N",
+        help="so few pages of 16 tokens (or what the longest answer needs) that sequences lose theirs and go on later",
+    )
     add("--dtype", choices=("both", "bfloat16", "float32"), default="both", help="default: %(default)s")
     add_engine_options(add, "--device", "--runner", "--quantize")
     add("--seed", type=int, default=0, help="default: %(default)s")
@@ -50,6 +67,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from backends.proof.grammars import can_validate
+    from backends.proof.lossless import Strain
     from backends.proof.setup import architectures, prove, tokenizers
 
     if args.architecture and not args.tiny:
@@ -58,6 +76,10 @@ def run(args: argparse.Namespace) -> int:
         raise CommandError("--tokenizer goes with --tiny: a real model has its own")
     dtypes = ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,)
     prompts = args.prompts or (5000 if args.tiny else 200)
+    if args.pages is not None and args.pages < 1:
+        raise CommandError("--pages must be at least 1")
+    strain = Strain(cache=args.prefix_cache, pages=args.pages)
+    strained = tuple(_STRAINED) if strain else ()
     parts = {}
     try:
         for architecture, tokenizer, dtype in product(
@@ -77,12 +99,13 @@ def run(args: argparse.Namespace) -> int:
                 prompts=prompts,
                 max_tokens=args.max_tokens or (160 if args.grammar else 24),
                 grammar=args.grammar,
+                strain=strain,
                 seed=args.seed,
                 progress=lambda done, total, name=name: _progress(name, done, total),
             )
     except ValueError as error:
         raise CommandError(str(error)) from error
-    keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches", "text_mismatches")
+    keys = ("prompts", "tokens", "token_mismatches", "logit_mismatches", "text_mismatches", *strained)
     total = {key: sum(getattr(part, key) for part in parts.values()) for key in keys}
     invalid = [wrong for part in parts.values() for wrong in part.invalid]
     if args.grammar:
@@ -102,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
                 f"{name}: {part.prompts} prompts, {part.tokens} tokens, {part.accepted} draft tokens accepted, "
                 f"{part.token_mismatches} token mismatches, {part.logit_mismatches} logit mismatches, "
                 f"{part.text_mismatches} text mismatches"
+                + "".join(f", {getattr(part, key)} {_STRAINED[key]}" for key in strained)
                 + (f", {part.whole} whole answers, {len(part.invalid)} invalid" if args.grammar else "")
             )
         if args.grammar and not can_validate():

@@ -143,12 +143,13 @@ def _stop(choice: ChatChoice) -> dict[str, Any]:
 
 
 def _usage(usage: Usage | None) -> dict[str, int]:
-    prompt, answer = (0, 0) if usage is None else (usage.prompt_tokens, usage.completion_tokens)
+    """In this API what is read from the cache is no part of ``input_tokens``."""
+    usage = usage or Usage(0, 0, 0)
     return {
-        "input_tokens": prompt,
-        "output_tokens": answer,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
     }
 
 

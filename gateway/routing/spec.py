@@ -19,10 +19,10 @@ OTHER_FORMATS = ("regex", "ebnf", "json_schema", "grammar")
 """Fields beyond OpenAI's that say what an answer must look like: vLLM's, and those of SGLang and llama.cpp."""
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "openai": (),
-    "vllm": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS),
+    "vllm": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, "cache_salt"),
     "sglang": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS),
     "llamacpp": ("top_k", "min_p", "ignore_eos", "grammar", "json_schema"),
-    "medusa-gateway": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "decoding"),
+    "medusa-gateway": (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "cache_salt", "decoding"),
 }
 """The fields beyond OpenAI's that an upstream of each dialect honours."""
 

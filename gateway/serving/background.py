@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
-from backends.types import CostKeeper, Decoder
+from backends.types import CostKeeper, Decoder, PrefillBudgeted
 from gateway.serving.events import EventBook
 from gateway.serving.fleet_lookup import Find, FleetLookup
 from gateway.serving.statistics_store import OpenStore
@@ -125,9 +125,12 @@ class Background:
         await store.close()
 
     async def count(self) -> None:
-        """Take the engines' counters in and see what follows from them."""
+        """Take the engines' counters in and see what follows from them; and tell them what the policy says of
+        prompts."""
         now, wall_time = self._clock(), self._wall_clock()
         for decoder in self._decoders.values():
+            if isinstance(decoder, PrefillBudgeted):
+                decoder.use_prefill(self._policy.spec.prefill)
             self._statistics.add_own(decoder.take_counters(), now, wall_time)
         source = "fleet" if self.sync is not None and self.sync.health.ok else "local"
         held = self.alerting.held(self._statistics.window.names) if self.alerting is not None else {}

@@ -56,6 +56,7 @@ class EnginePlan:
     decoding: DecodingPlan
     temperature: float
     stats_key: str
+    tenant: str = ""
 
     @classmethod
     def of(
@@ -67,7 +68,7 @@ class EnginePlan:
         reason = plan.reason if why is None else f"{plan.reason}; {why}"
         plan = replace(plan, adapted_from=info.adapted_from, reason=reason)
         key = StatsKey(facts.model, facts.class_name, decision.bucket, arm_of(plan, decision))
-        return cls(served, plan, decision.temperature, key.encode())
+        return cls(served, plan, decision.temperature, key.encode(), facts.tenant)
 
     def as_dict(self) -> dict[str, Any]:
         plan = self.decoding
@@ -116,6 +117,8 @@ class EnginePlan:
                 deadline_s=prepared.deadline_s,
                 stats_key=self.stats_key,
                 continues=call.continues,
+                tenant=self.tenant,
+                cache_salt=call.body.cache_salt or "",
                 grammar=prompts.grammars[index] if prompts.grammars else None,
                 trace=call.traced,
             )
@@ -167,6 +170,7 @@ class EngineAnswer:
             include_usage=bool(options and options.include_usage),
             continuous_usage=bool(options and options.continuous_usage_stats),
             prompt_tokens=answer.prompt_tokens,
+            prompts=call.prompts,
             plan=answer.plan,
             writers=[call.choice_writer() for _ in range(call.sequences)],
         )
@@ -191,7 +195,7 @@ class EngineAnswer:
     def _settle(self, results: Sequence[ChoiceResult]) -> None:
         saved_s = sum(each.stats.saved_s for each in results if each.stats is not None)
         self._prepared.settle(decoding_report(self._answer.plan, results), saved_s)
-        note_results(self._prepared.record, results)
+        note_results(self._prepared.record, results, self._prepared.call.prompts)
 
 
 def seeds_of(seed: int, prompts: int, n: int, *, given: bool) -> list[int]:

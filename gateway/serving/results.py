@@ -8,7 +8,14 @@ from typing import Literal
 
 from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, TokenChunk
 from gateway.serving.generation import Generation
-from gateway.wire.responses import CompletionTokensDetails, DecodingReport, FinishReasonOut, TracedStep, Usage
+from gateway.wire.responses import (
+    CompletionTokensDetails,
+    DecodingReport,
+    FinishReasonOut,
+    PromptTokensDetails,
+    TracedStep,
+    Usage,
+)
 from telemetry.request import RequestRecord
 
 
@@ -18,6 +25,7 @@ class ChoiceResult:
 
     chunks: list[TokenChunk] = field(default_factory=list)
     num_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: FinishReasonOut = "stop"
     stop_reason: str | None = None
     reasoning_tokens: int | None = None
@@ -27,6 +35,7 @@ class ChoiceResult:
     def note(self, chunk: TokenChunk) -> None:
         """Take the counts of a chunk, but not its text."""
         self.num_tokens = chunk.num_tokens
+        self.cached_tokens = chunk.cached_tokens
         if chunk.finish_reason is not None:
             # OpenAI has no word for a deadline. The text is cut as by a limit, and the decoding report says by which.
             self.deadline_hit = chunk.finish_reason == "deadline"
@@ -55,11 +64,19 @@ async def collect(generation: Generation, count: int) -> list[ChoiceResult]:
     return results
 
 
-def usage(prompt_tokens: int, results: Sequence[ChoiceResult]) -> Usage:
+def cached_tokens(results: Sequence[ChoiceResult], prompts: int) -> int:
+    """Prompt tokens that did not have to be read, over ``prompts`` with as many choices each: of each prompt what the
+    choice has found that came first, since the others find more by its doing."""
+    n = max(len(results) // prompts, 1)
+    return sum(min(each.cached_tokens for each in results[at : at + n]) for at in range(0, len(results), n))
+
+
+def usage(prompt_tokens: int, results: Sequence[ChoiceResult], prompts: int) -> Usage:
     completion_tokens = sum(result.num_tokens for result in results)
     thoughts = [result.reasoning_tokens for result in results if result.reasoning_tokens is not None]
     details = CompletionTokensDetails(sum(thoughts)) if thoughts else None
-    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+    cached = PromptTokensDetails(cached_tokens(results, prompts))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details, cached)
 
 
 def decoding_report(plan: DecodingPlan, results: Sequence[ChoiceResult]) -> DecodingReport:
@@ -111,8 +128,9 @@ def whole_report(plan: DecodingPlan, results: Sequence[ChoiceResult], *, trace: 
     return report
 
 
-def note_results(record: RequestRecord, results: Sequence[ChoiceResult]) -> None:
-    """The answer is complete."""
+def note_results(record: RequestRecord, results: Sequence[ChoiceResult], prompts: int) -> None:
+    """The answer to ``prompts`` is complete."""
+    record.cached_tokens = cached_tokens(results, prompts)
     record.sequences = tuple(result.stats for result in results if result.stats is not None)
     record.output_tokens = sum(result.num_tokens for result in results)
     record.deadline_cut = any(result.deadline_hit for result in results)

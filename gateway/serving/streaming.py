@@ -83,6 +83,7 @@ class StreamWriter:
         include_usage: bool,
         continuous_usage: bool,
         prompt_tokens: int,
+        prompts: int,
         plan: DecodingPlan,
         writers: list[ChoiceWriter],
     ) -> None:
@@ -94,7 +95,7 @@ class StreamWriter:
         self._continuous_usage = continuous_usage
         self._indexed = [self._head + b'{"index":%d,' % i for i in range(len(writers))]
         self._include_usage = include_usage
-        self._prompt_tokens = prompt_tokens
+        self._prompt_tokens, self._prompts = prompt_tokens, prompts
         self._plan = plan
         self._writers = writers
         self._opened = [False] * len(writers)
@@ -129,7 +130,7 @@ class StreamWriter:
         return b'}],"usage":%b}\n\n' % self._usage() if self._continuous_usage else self._constant_closing
 
     def _usage(self) -> bytes:
-        return _encode(usage(self._prompt_tokens, self._results))
+        return _encode(usage(self._prompt_tokens, self._results, self._prompts))
 
     def _report(self) -> bytes:
         return _encode(decoding_report(self._plan, self._results))

@@ -98,6 +98,13 @@ class EngineBackend:
             "max_running": load.max_running,
             "kv_pages_used": load.kv_pages_used,
             "kv_pages_total": load.kv_pages_total,
+            "kv_pages_cached": load.kv_pages_cached,
+            "prefix_cache": {
+                "prompt_tokens": load.cache_prompt_tokens,
+                "hit_tokens": load.cache_hit_tokens,
+                "evicted_pages": load.cache_evictions,
+            },
+            "preemptions": load.preemptions,
             "step_cost": decoder.step_cost() if isinstance(decoder, CostTeller) else None,
         }
 

@@ -108,7 +108,7 @@ def tokens_of(characters: int) -> int:
 
 
 def _extensions(body: GenerationFields) -> list[str]:
-    names = (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS)
+    names = (*SAMPLING_EXTENSIONS, *VLLM_FORMATS, *OTHER_FORMATS, "cache_salt")
     return [name for name in names if getattr(body, name) not in (None, [], _NEUTRAL.get(name))]
 
 

@@ -130,7 +130,6 @@ class OtherServersFields(RequestStruct, kw_only=True):
     # Where and when it runs.
     priority: Annotated[Any, no_op(0, why="the default: first come, first served")] = None
     cache_prompt: Annotated[Any, no_op(True, False, why="no answer depends on a cache")] = None
-    cache_salt: Annotated[Any, no_op()] = None
     keep_alive: Annotated[Any, no_op(instead="models stay loaded; leave it out")] = None
     n_keep: Annotated[Any, no_op(0, why=_OF_NO_EFFECT)] = None
     id_slot: Annotated[Any, no_op(-1, why="any")] = None

@@ -168,6 +168,7 @@ class GenerationFields(StructuredFields, kw_only=True):
     stream_options: StreamOptions | None = None
     decoding: DecodingOptions | None = None
     # Labels for the client's own books: they never change an answer, so taking them ignores nothing.
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
 

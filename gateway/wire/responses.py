@@ -15,6 +15,12 @@ class CompletionTokensDetails(Struct):
     reasoning_tokens: int
 
 
+class PromptTokensDetails(Struct):
+    """``cached_tokens``: those that were read for an earlier request, and did not have to be read again."""
+
+    cached_tokens: int = 0
+
+
 class Usage(Struct, omit_defaults=True):
     """``completion_tokens_details``: of models that think."""
 
@@ -22,6 +28,11 @@ class Usage(Struct, omit_defaults=True):
     completion_tokens: int
     total_tokens: int
     completion_tokens_details: CompletionTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
 
 
 class TracedStep(Struct, gc=False):

@@ -88,6 +88,21 @@ class OneOf:
 
 
 @dataclass(frozen=True, slots=True)
+class AutoOr:
+    """The word "auto", or a number."""
+
+    number: Number
+
+    def read(self, source: Source, node: yaml.Node, path: str) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.value == "auto":
+            return "auto"
+        return self.number.read(source, node, path)
+
+    def schema(self) -> dict[str, Any]:
+        return {"anyOf": [{"const": "auto"}, self.number.schema()]}
+
+
+@dataclass(frozen=True, slots=True)
 class Name:
     """Text that fits ``pattern``; ``what`` says it in words. ``secret``: it may hold one, and is not quoted."""
 

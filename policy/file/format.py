@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import yaml
 
 from backends.tree import MAX_DEPTH, MAX_NODES, CandidateTree
-from policy.config.fields import Block, Duration, Flag, Kind, ManyOf, Name, Number, OneOf, Share, Tree
+from backends.types import PrefillBudget
+from policy.config.fields import AutoOr, Block, Duration, Flag, Kind, ManyOf, Name, Number, OneOf, Share, Tree
 from policy.config.parts import (
     LABEL,
     PATTERN,
@@ -114,7 +115,13 @@ _COST = Block(
     required=("per_gpu_hour",),
     about="What an hour of an engine's device costs: to tell what speculation saves.",
 )
-_TOP = ("version", "defaults", "classes", "rules", "alerts", "alert_labels", "runbooks", "receivers", "cost")
+_PREFILL = Block(
+    {"budget": AutoOr(Number(1, 65_536, whole=True)), "factor": Number(1.01, 100)},
+    "how prompts are read",
+    about="Tokens of waiting prompts that engines read in a step beside streams. auto: as many as make the step last "
+    "at most factor times as long.",
+)
+_TOP = ("version", "defaults", "classes", "rules", "alerts", "alert_labels", "runbooks", "receivers", "cost", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +134,7 @@ class _Document:
     alert_labels: tuple[tuple[str, str], ...]
     runbooks: str | None
     cost: Mapping[str, Any] | None = None
+    prefill: Mapping[str, Any] | None = None
 
 
 def parse_policy(content: bytes, file: str) -> PolicySpec:
@@ -162,6 +170,7 @@ def json_schema() -> dict[str, Any]:
             "runbooks": RUNBOOKS.schema(),
             "receivers": {**named, "additionalProperties": RECEIVER.schema()},
             "cost": _COST.schema(),
+            "prefill": _PREFILL.schema(),
         },
     }
 
@@ -184,6 +193,7 @@ def _read(source: Source, root: yaml.Node) -> _Document:
         alert_labels=() if labels is None else LABELS.read(source, labels, "alert_labels") or (),
         runbooks=None if runbooks is None else RUNBOOKS.read(source, runbooks, "runbooks"),
         cost=_COST.read(source, nodes["cost"], "cost") if "cost" in nodes else None,
+        prefill=_PREFILL.read(source, nodes["prefill"], "prefill") if "prefill" in nodes else None,
     )
 
 
@@ -211,7 +221,13 @@ def _assemble(source: Source, document: _Document, version: str) -> PolicySpec:
         frozenset(document.classes),
         document.runbooks,
         Cost(**document.cost) if document.cost and "per_gpu_hour" in document.cost else None,
+        _prefill(document.prefill or {}),
     )
+
+
+def _prefill(given: Mapping[str, Any]) -> PrefillBudget:
+    usual, budget = PrefillBudget(), given.get("budget", "auto")
+    return PrefillBudget(None if budget == "auto" else budget, given.get("factor", usual.factor))
 
 
 def _refuse_unreachable(source: Source, document: _Document, classes: set[str]) -> None:

@@ -22,6 +22,7 @@ MODEL = "fake-model"
 CODE = (MODEL, "code")
 ENGINE = (MODEL, "engine-0")
 OF_REQUESTS = ("medusa_requests", "medusa_prompt_tokens", "medusa_completion_tokens", "medusa_deadline_cuts")
+OF_REQUESTS += ("medusa_cached_prompt_tokens",)
 """Counted as requests end, see test_request_counts.py."""
 STANDING = Standing(
     backends=[BackendState(MODEL, "there", up=False, places_used=3, places_limit=8, breaker="open", outcomes={"x": 1})],

@@ -8,9 +8,10 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.engine.prefill_share import share_rows
-from backends.types import DecodingPlan
-from tests.support.engine_helpers import decode, make_core, one_thread, random_prompt, request  # noqa: F401
+from backends.cost.step_cost import StepCost
+from backends.engine.prefill_share import LEAST_ROWS, PATIENCE_STEPS, budget_rows, share_rows
+from backends.types import DecodingPlan, PrefillBudget
+from tests.support.engine_helpers import FLAT_COST, decode, make_core, one_thread, random_prompt, request  # noqa: F401
 
 LEFT = st.lists(st.integers(1, 9000), max_size=12)
 
@@ -23,9 +24,14 @@ def test_rows_are_used_up_and_never_more(left: list[int], rows: int) -> None:
 
 
 @given(LEFT.filter(bool), st.integers(1, 300))
-def test_the_oldest_always_gets_half_and_the_shortest_comes_first_with_the_rest(left: list[int], rows: int) -> None:
-    shares = share_rows(left, rows)
+def test_a_patient_oldest_gets_half_and_the_shortest_comes_first_with_the_rest(left: list[int], rows: int) -> None:
+    shares = share_rows(left, rows, PATIENCE_STEPS)
     assert shares[0] >= min(left[0], -(-rows // 2))
+    assert share_rows(left, rows, PATIENCE_STEPS + 9) == shares
+    fresh = share_rows(left, rows, 0)
+    assert all(a <= b for a, b in zip(fresh[:1], shares[:1], strict=True))
+    for one, other in [(i, j) for i in range(len(left)) for j in range(len(left)) if left[i] < left[j]]:
+        assert fresh[one] == left[one] or fresh[other] == 0
     for one, other in [(i, j) for i in range(1, len(left)) for j in range(1, len(left)) if left[i] < left[j]]:
         assert shares[one] == left[one] or shares[other] == 0
 
@@ -74,3 +80,40 @@ def test_in_the_engine_the_short_one_answers_first_and_both_answer_as_alone() ->
             tokens[each.request_id]
             == decode([replace(each, plan=DecodingPlan(method="vanilla"))])[each.request_id].tokens
         )
+
+
+COSTS = st.lists(st.floats(1, 50), min_size=4, max_size=4).map(
+    lambda ms: StepCost.from_measurements(list(zip((1, 8, 32, 128), ms, strict=True)))
+)
+
+
+@given(COSTS, st.integers(1, 64), st.integers(8, 224), st.floats(1.0, 4.0))
+def test_a_budget_of_auto_is_the_most_that_the_factor_allows(
+    cost: StepCost, decoding: int, most: int, factor: float
+) -> None:
+    rows = budget_rows(PrefillBudget(factor=factor), cost, decoding, most)
+    bound = cost.forward_ms(decoding) * factor
+    assert LEAST_ROWS <= rows <= most
+    assert rows == LEAST_ROWS or cost.forward_ms(decoding + rows) <= bound
+    assert rows == most or cost.forward_ms(decoding + rows + 1) > bound
+
+
+@given(st.integers(1, 4096), st.integers(8, 224))
+def test_a_budget_that_is_given_is_kept(rows: int, most: int) -> None:
+    assert budget_rows(PrefillBudget(rows=rows), FLAT_COST, 4, most) == min(rows, most)
+
+
+def test_a_short_prompt_is_read_at_once_beside_a_long_one_and_a_stream() -> None:
+    """Its first token comes with the step that it arrives for; the stream gets one in every step."""
+    rng = random.Random(4)
+    core = make_core(prefill_rows=64, max_rows=96)
+    core.scheduler.prefill = PrefillBudget(rows=12)
+    core.add(request("stream", random_prompt(rng, 5, 5), max_tokens=60, ignore_eos=True))
+    core.step()
+    core.add(request("long", random_prompt(rng, 150, 150), max_tokens=4, ignore_eos=True))
+    core.step()
+    core.add(request("short", random_prompt(rng, 12, 12), max_tokens=4, ignore_eos=True))
+    assert {name for name, _ in core.step()} == {"stream", "short"}
+    while core.has_work:
+        core.step()
+    core.check_integrity()

@@ -368,7 +368,7 @@ async def test_idle_moments_are_used_and_a_request_waits_for_one_run_at_most(
         assert await asyncio.to_thread(idle.begun.acquire, timeout=PATIENCE_S)
     await settled(engine)
     assert idle.busy_with == [False] * 3, "never while somebody is answered"
-    assert core.cost is idle.better and core.drafting._cost is idle.better and core.accounting._cost is idle.better
+    assert core.cost is idle.better and core.drafting._cost is idle.better and core.accounting.cost is idle.better
 
 
 async def test_measuring_that_breaks_breaks_nothing_else(

@@ -73,7 +73,8 @@ def test_usage_comes_last_and_alone(gateway: LiveGateway) -> None:
     )
     assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
     assert events[-1]["choices"] == []
-    assert events[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11}
+    details = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert events[-1]["usage"] == {"prompt_tokens": 4, "completion_tokens": 7, "total_tokens": 11, **details}
     assert events[-1]["decoding"]["method"] == "medusa"
     assert all("decoding" not in event for event in events[:-1])
 
@@ -379,6 +380,7 @@ def writer(*writers: Any, include_usage: bool = False) -> StreamWriter:
         include_usage=include_usage,
         continuous_usage=False,
         prompt_tokens=3,
+        prompts=1,
         plan=DecodingPlan(),
         writers=list(writers),
     )
