@@ -144,7 +144,9 @@ class EngineAnswer:
     async def body(self) -> bytes:
         self._settle(self._results)
         call = self._prepared.call
-        written = sum(len(result.logprobs) for result in self._results) * (1 + (call.logprobs or 0))
+        written = sum(len(each.logprobs) + len(each.prompt_scores) for each in self._results) * (
+            1 + (call.logprobs or 0)
+        )
         if written <= INLINE_LOGPROBS:
             return call.response(self._answer, self._results)
         # In a thread: writing many log probabilities takes a time that streams would notice.

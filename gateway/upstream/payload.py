@@ -31,6 +31,9 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect) -> tuple[str, ...]:
         lacking.append("response_format")
     if dialect == "openai" and isinstance(body, ChatCompletionRequest):
         lacking += [name for name in _TEMPLATE_FIELDS if getattr(body, name) not in (None, {}, False)]
+    if getattr(body, "echo", None):
+        # Upstreams are always asked to stream.
+        lacking.append("echo")
     if "decoding" not in allowed:
         lacking += [f"decoding.{name}" for name in decoding_wishes(body.decoding)]
     return tuple(lacking)
