@@ -109,7 +109,6 @@ def test_special_tokens_in_a_message_have_no_power(client: OpenAI) -> None:
 def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
     """In float32, against ``generate`` itself: a reference that shares no code with the engine. By a stated cost table,
     and without a look at the clock, the trained heads save steps on any machine."""
-    import torch
 
     from backends.cost.calibration import Calibration
     from backends.cost.step_cost import StepCost
@@ -133,7 +132,7 @@ def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
 
 
 def test_echoed_prompts_have_the_log_probabilities_of_transformers(client: OpenAI) -> None:
-    """With the requests that lm-eval sends for tasks by log-likelihood: its choice between continuations is the same."""
+    """By requests as lm-eval sends them for tasks by log-likelihood: the choice of continuations is the same."""
     from backends.engine.loading import EngineOptions, load_parts
 
     parts = load_parts(EngineOptions(dtype="float32", max_model_len=512))
