@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def scored(name: str, prompt: tuple[int, ...], **sampling: object) -> Generation
     return request(name, prompt, **{"logprobs": TOP, "prompt_logprobs": True, "max_tokens": 4, **sampling})
 
 
-def scores_of(requests: list[GenerationRequest], kind: str, **options: object) -> dict[str, tuple[PromptScore, ...]]:
+def scores_of(requests: list[GenerationRequest], kind: str, **options: Any) -> dict[str, tuple[PromptScore, ...]]:
     done = decode(requests, runner=shared_runner(kind), **options)
     for recorded in done.of.values():
         assert not any(chunk.prompt_scores for chunk in recorded.chunks[1:])
