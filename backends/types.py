@@ -29,6 +29,7 @@ class SamplingParams:
     ``temperature`` 0 means greedy; so does one so small that float32 could not divide by it. ``top_k`` 0, ``top_p`` 1
     and ``min_p`` 0 switch those filters off.
     ``logprobs`` None: none wanted; 0: of the chosen token only; k: of the chosen one and the k best.
+    ``prompt_logprobs``: whether those of the prompt are wanted too, with as many alternatives.
     ``seed`` keys every random number together with the absolute position of the token it draws.
     """
 
@@ -47,6 +48,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     @property
     def greedy(self) -> bool:
@@ -117,6 +119,15 @@ class TokenGrammar(Protocol):
 
     def outlook(self) -> GrammarOutlook | None:
         """Behind the accepted tokens; None where there is no telling."""
+        ...
+
+    def allows(self, token: int) -> bool:
+        """Whether :meth:`mask` would leave the token as it is, for a hundredth of its price. False once all is said,
+        when nothing but the end may follow."""
+        ...
+
+    def prepare(self) -> None:
+        """Compute the next mask now. May be called in another thread, as long as nothing else is asked meanwhile."""
         ...
 
     def mask(self, row: Any) -> None:
@@ -268,6 +279,13 @@ class GenerationStats:
         return self.acceptance == "exact"
 
 
+class PromptScore(NamedTuple):
+    """Log-probability of one token of a prompt, and the best tokens in its place with theirs, best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TracedToken:
     """One token of an answer, and who said it first.
@@ -319,6 +337,8 @@ class TokenChunk:
     stop_match: str | int | None = None
     stats: GenerationStats | None = None
     error: str | None = None
+    prompt_scores: tuple[PromptScore, ...] = ()
+    """In the first chunk, where they are wanted: of all the prompt's tokens but the first."""
     trace: tuple[StepTrace, ...] = ()
 
 
@@ -512,6 +532,11 @@ class ChatTokenizer(Protocol):
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def texts(self, token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> list[list[tuple[str, bytes]]]:
+        """What each token adds to the text behind those before it, as text and bytes; behind it the same of the
+        ``others`` that might stand in its place."""
+        ...
 
 
 class RequestRefused(ValueError):

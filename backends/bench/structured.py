@@ -108,6 +108,8 @@ SCHEMAS: dict[str, tuple[str, dict[str, Any]]] = {
 CONTESTANTS = ("speculation", "constrained_vanilla", "free_vanilla", "free_vanilla_again")
 _VANILLA = DecodingPlan(method="vanilla", num_heads=0)
 _NEIGHBOURS = 3
+# Temperatures of the requests with a grammar, for the costs of their masks: drawn rows need one each.
+_WAYS = {"greedy": 0.0, "drawn": 1.0}
 
 
 @dataclass(slots=True)
@@ -123,18 +125,30 @@ class _Run:
 
 
 class _Timed:
-    """A grammar whose masks are timed."""
+    """A grammar, and what is asked of it in each row, timed: is the best token allowed, which ones are."""
 
     def __init__(self, grammar: TokenGrammar, times: list[float]) -> None:
         self._grammar, self._times = grammar, times
+        self._row_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._grammar, name)
 
+    def allows(self, token: int) -> bool:
+        began = time.perf_counter()
+        found = self._grammar.allows(token)
+        self._row_s += time.perf_counter() - began
+        return found
+
     def mask(self, row: Any) -> None:
         began = time.perf_counter()
         self._grammar.mask(row)
-        self._times.append(time.perf_counter() - began)
+        self._row_s += time.perf_counter() - began
+
+    def advance(self, token: int) -> None:
+        self._times.append(self._row_s)
+        self._row_s = 0.0
+        self._grammar.advance(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +196,9 @@ def _measure(loaded: LoadedCore, options: StructuredOptions, progress: Callable[
             }
         )
         progress(json.dumps(cells[-1]))
-    masks = _mask_times(loaded, prompts, options.max_tokens)
-    company = _company(loaded, next(iter(prompts.values())), 2 * options.rounds)
+    masks = {name: _mask_times(loaded, prompts, options.max_tokens, drawn) for name, drawn in _WAYS.items()}
+    first = next(iter(prompts.values()))
+    company = {name: _company(loaded, first, 2 * options.rounds, drawn) for name, drawn in _WAYS.items()}
     return {
         "machine": machine(loaded),
         "cells": cells,
@@ -191,9 +206,12 @@ def _measure(loaded: LoadedCore, options: StructuredOptions, progress: Callable[
         "over_constrained_vanilla": round(statistics.median(ratios["over_constrained"]), 3),
         "again": round(statistics.median(ratios["again"]), 3),
         "mask_us": {
-            "p50": round(statistics.median(masks) * 1e6, 1),
-            "p95": round(sorted(masks)[int(len(masks) * 0.95)] * 1e6, 1),
-            "rows": len(masks),
+            name: {
+                "p50": round(statistics.median(times) * 1e6, 1),
+                "p95": round(sorted(times)[int(len(times) * 0.95)] * 1e6, 1),
+                "rows": len(times),
+            }
+            for name, times in masks.items()
         },
         "beside_grammars": company,
     }
@@ -248,22 +266,22 @@ def _parses(text: str) -> bool:
     return True
 
 
-def _mask_times(loaded: LoadedCore, prompts: dict[str, tuple[int, ...]], most: int) -> list[float]:
+def _mask_times(loaded: LoadedCore, prompts: dict[str, tuple[int, ...]], most: int, temperature: float) -> list[float]:
     times: list[float] = []
     for name, prompt in prompts.items():
         grammar: Any = _Timed(loaded.grammars.open(_spec(name)), times)
-        sampling = SamplingParams(temperature=0.0, max_tokens=most)
+        sampling = SamplingParams(temperature=temperature, max_tokens=most, seed=1)
         _decode(loaded, [GenerationRequest("0", prompt, sampling, DecodingPlan(), grammar=grammar)])
     return times
 
 
-def _company(loaded: LoadedCore, prompt: tuple[int, ...], rounds: int) -> dict[str, float]:
+def _company(loaded: LoadedCore, prompt: tuple[int, ...], rounds: int, temperature: float) -> dict[str, float]:
     """How long a free request takes beside three others, with a grammar or without; the same number of steps."""
     endless = GrammarSpec("regex", "[a-z ]{400,}", "regex")
     found: dict[str, list[float]] = {"with": [], "without": [], "again": []}
     for turn in range(rounds):
         for name in rotated(list(found), turn):
-            found[name].append(_beside(loaded, prompt, endless if name == "with" else None))
+            found[name].append(_beside(loaded, prompt, endless if name == "with" else None, temperature))
     pairs = zip(found["with"], found["without"], found["again"], strict=True)
     slower, again = zip(*((a / b, c / b) for a, b, c in pairs), strict=True)
     return {
@@ -273,7 +291,7 @@ def _company(loaded: LoadedCore, prompt: tuple[int, ...], rounds: int) -> dict[s
     }
 
 
-def _beside(loaded: LoadedCore, prompt: tuple[int, ...], spec: GrammarSpec | None) -> float:
+def _beside(loaded: LoadedCore, prompt: tuple[int, ...], spec: GrammarSpec | None, temperature: float) -> float:
     sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     first = GenerationRequest("free", prompt, sampling, _VANILLA)
     others = [
@@ -281,7 +299,7 @@ def _beside(loaded: LoadedCore, prompt: tuple[int, ...], spec: GrammarSpec | Non
             first,
             request_id=str(number),
             grammar=None if spec is None else loaded.grammars.open(spec),
-            sampling=replace(sampling, ignore_eos=spec is None),
+            sampling=replace(sampling, ignore_eos=spec is None, temperature=temperature),
         )
         for number in range(_NEIGHBOURS)
     ]

@@ -15,6 +15,7 @@ from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
 from backends.engine.drafters import Drafter, HeadsDrafter, LookupDrafter
 from backends.engine.drafting import DraftPlanner
+from backends.engine.masks_ahead import MasksAhead
 from backends.engine.optional_parts import OptionalParts
 from backends.engine.prefix_chain import chain_root
 from backends.engine.scheduler import Scheduler
@@ -36,6 +37,9 @@ from backends.types import (
 )
 
 log = logging.getLogger(__name__)
+
+# Rows of prompts whose logits are there at a time.
+_SCORED_AT_ONCE = 32
 
 Emission = tuple[str, TokenChunk]
 # Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
@@ -77,6 +81,7 @@ class EngineCore:
             self.optional,
         )
         self.scheduler = Scheduler(config, runner.num_pages, self.drafting, self.accounting, self.optional)
+        self._masks = MasksAhead()
         # The present or last step; None while it is not planned.
         self._plan: StepPlan | None = None
         # What is to be told outlives a step that breaks: it is kept here until it is taken.
@@ -168,7 +173,8 @@ class EngineCore:
 
     def _chain_root(self, request: GenerationRequest) -> bytes | None:
         """Who finds what the request computes. The pages are one model's, so it needs no name in it."""
-        if self.config.prefix_cache == "none":
+        if self.config.prefix_cache == "none" or request.sampling.prompt_logprobs:
+            # Whose prompt is scored reads it: what is cached has no logits.
             return None
         tenant = request.tenant if self.config.prefix_cache == "tenant" else ""
         return chain_root(tenant, request.cache_salt)
@@ -190,12 +196,24 @@ class EngineCore:
             return self._plan.sequences
         return self.scheduler.running
 
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> torch.Tensor:
+        """Keep the log-probabilities of prompts for which they are wanted; returns the other rows' hidden states."""
+        at = first_scored = hidden.shape[0] - sum([count for _, count in plan.scored])
+        for sequence, count in plan.scored:
+            # In pieces: the logits of a whole prompt would be many megabytes.
+            for start in range(at, at + count, _SCORED_AT_ONCE):
+                rows = hidden[start : min(start + _SCORED_AT_ONCE, at + count)]
+                sequence.score_prompt(self.runner.logits(rows))
+            at += count
+        return hidden[:first_scored]
+
     def _run(self, plan: StepPlan) -> torch.Tensor:
         """One forward of all rows; returns hidden states [outputs, H]. From here on the chunks' tokens are cached."""
-        hidden = self.runner.forward(plan.batch.build())
+        with self._masks.during(plan.scheduled):
+            hidden = self.runner.forward(plan.batch.build())
         for chunk in plan.prefill_chunks:
             self.scheduler.note_read(chunk)
-        return hidden
+        return self._score_prompts(plan, hidden) if plan.scored else hidden
 
     def _verify(self, plan: StepPlan, hidden: torch.Tensor) -> list[Outcome]:
         """Draw tokens, follow the candidates that they match, and add them to the answers."""

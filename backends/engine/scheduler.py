@@ -146,8 +146,10 @@ class Scheduler:
         drafts = self._drafting.plan(decoding, num_prefill_rows=num_prefill_rows, num_prefilling=len(prefilling))
         batch = BatchBuilder(self._scratch_base)
         scheduled = self._add_decoding(batch, decoding, drafts)
+        scored: list[tuple[Sequence, int]] = []
         if chunks:
             scheduled += self._add_chunks(batch, chunks)
+            scored = self._add_scored(batch, chunks)
         num_rows, num_decoding = batch.rows, len(decoding)
         num_nodes = num_rows - num_decoding - num_prefill_rows
         price = StepPrice()
@@ -161,6 +163,7 @@ class Scheduler:
             num_decoding=num_decoding,
             num_nodes=num_nodes,
             num_prefilling=len(prefilling) - (len(scheduled) - num_decoding),
+            scored=scored,
             price=price,
         )
 
@@ -237,6 +240,19 @@ class Scheduler:
                 scheduled.append(_scheduled(sequence, NO_DRAFT, batch.outputs, [], is_decoding=False))
             batch.add_chunk(self.memory.pages_of(sequence), sequence.tokens[start:end], start, last_output=is_last)
         return scheduled
+
+    @staticmethod
+    def _add_scored(batch: BatchBuilder, chunks: list[PrefillChunk]) -> list[tuple[Sequence, int]]:
+        """More outputs of the chunks, which are the batch's last rows, where a prompt's log-probabilities are wanted.
+        Returns whose, and how many."""
+        scored = []
+        row = batch.rows - sum([chunk.num_tokens for chunk in chunks])
+        for chunk in chunks:
+            if chunk.num_scored:
+                batch.add_outputs(row, chunk.num_scored)
+                scored.append((chunk.sequence, chunk.num_scored))
+            row += chunk.num_tokens
+        return scored
 
 
 def _scheduled(

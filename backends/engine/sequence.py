@@ -21,7 +21,15 @@ from backends.speculation.backoff import Speculation
 from backends.speculation.prompt_lookup import Lookup
 from backends.speculation.tree_builder import NO_OFFERS, Offer
 from backends.speculation.undrafted import Undrafted, Why
-from backends.types import FinishReason, GenerationRequest, GenerationStats, PositionLogprobs, TokenChunk, TokenLogprob
+from backends.types import (
+    FinishReason,
+    GenerationRequest,
+    GenerationStats,
+    PositionLogprobs,
+    PromptScore,
+    TokenChunk,
+    TokenLogprob,
+)
 
 
 class SequenceStatus(Enum):
@@ -74,6 +82,7 @@ class Sequence:
     behind_at: float | None = None
     tracer: StepTracer | None = None
     _unsent: list[int] = field(default_factory=list)
+    _prompt_scores: list[PromptScore] = field(default_factory=list)
     _ending_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self, chain_root: bytes | None) -> None:
@@ -131,6 +140,8 @@ class Sequence:
         self.preemptions += 1
         self.offers = NO_OFFERS
         self.undrafted.unasked = Why.RESUMED
+        if not self.num_generated:
+            self._prompt_scores.clear()  # made again as the prompt is read again
 
     def accept(self, token: int, logits: torch.Tensor, row: int) -> bool:
         """Append one verified token, drawn from ``row`` of ``logits`` [R, V]; True when it ends the answer (nothing
@@ -159,6 +170,18 @@ class Sequence:
         elif num_generated >= sampling.max_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def score_prompt(self, logits: torch.Tensor) -> None:
+        """``logits`` [n, V] of the next n rows of the prompt: each says how likely the token behind it was."""
+        first = len(self._prompt_scores) + 1
+        chosen = self.tokens[first : first + len(logits)]
+        log_p = torch.log_softmax(logits.float(), dim=-1)
+        values = log_p[torch.arange(len(chosen)), chosen].tolist()
+        best = log_p.topk(self.request.sampling.logprobs or 0, dim=-1)
+        ranked = zip(values, best.indices.tolist(), best.values.tolist(), strict=True)
+        self._prompt_scores += [
+            PromptScore(value, tuple(zip(ids, scores, strict=True))) for value, ids, scores in ranked
+        ]
 
     @property
     def speedup(self) -> float:
@@ -201,6 +224,7 @@ class Sequence:
         final = self.finish_reason is not None
         text, logprobs = self.text.take(final=final)
         token_ids, self._unsent = tuple(self._unsent), []
+        prompt_scores, self._prompt_scores = tuple(self._prompt_scores), []
         return TokenChunk(
             text=text,
             token_ids=token_ids,
@@ -212,6 +236,7 @@ class Sequence:
             stats=self.stats() if final else None,
             error=self.error,
             trace=() if self.tracer is None else self.tracer.take(),
+            prompt_scores=prompt_scores,
         )
 
     def stats(self) -> GenerationStats:
@@ -257,6 +282,5 @@ class Sequence:
         )
 
     def _token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        raw = self.detokenizer.next_bytes(token)
-        name = self.tokenizer.token_name(token)
-        return TokenLogprob(token, raw.decode("utf-8", "replace") if name is None else name, logprob, raw)
+        text, raw = self.tokenizer.token_text(self.detokenizer, token)
+        return TokenLogprob(token, text, logprob, raw)

@@ -48,6 +48,15 @@ class PrefillChunk(NamedTuple):
     # Prompt tokens in it, one row each; they follow the sequence's ``num_computed_tokens``.
     num_tokens: int
 
+    @property
+    def num_scored(self) -> int:
+        """How many of its rows tell how likely the next token of the prompt is, where that is wanted."""
+        sequence = self.sequence
+        # One that has generated and reads its prompt again after a preemption was scored before.
+        if not sequence.request.sampling.prompt_logprobs or sequence.num_generated:
+            return 0
+        return min(self.num_tokens, sequence.prompt_length - 1 - sequence.num_computed_tokens)
+
 
 class StepPrice(NamedTuple):
     """What decoding costs in a step by the cost table (:meth:`backends.cost.step_cost.StepCost.decode_ms`), in
@@ -74,6 +83,8 @@ class StepPlan(NamedTuple):
     num_nodes: int
     # Prompts that are not read to their end by this step: their sequences decode in steps to come.
     num_prefilling: int
+    # Whose prompts are scored, by how many rows: the outputs behind those of ``scheduled``.
+    scored: list[tuple[Sequence, int]]
     price: StepPrice
 
     @property

@@ -30,29 +30,29 @@ _CHUNK = 1024
 
 
 class MaskBuffers:
-    """Room for one mask of ``vocab_size`` tokens, shared by all answers of an engine: used within one call."""
+    """Room for one mask of ``vocab_size`` tokens, shared by all answers of an engine: used within one call. Masks that
+    are made ahead lie in memory of their answer's own."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.bits = np.zeros(-(-vocab_size // 32), np.int32)
-        self.address, self.size = self.bits.ctypes.data, self.bits.nbytes
-        self._bytes = self.bits.view(np.uint8)
         self._values = np.empty((_CHUNK, 8), np.float32)
         self._row = self._values.reshape(-1)
 
-    def apply(self, row: NDArray[np.float32]) -> None:
-        """Set what the mask forbids to minus infinity in ``row`` [V]."""
-        words = np.flatnonzero(self.bits)
+    def apply(self, bits: NDArray[np.int32], row: NDArray[np.float32]) -> None:
+        """Set what the mask ``bits`` [ceil(V / 32)] forbids to minus infinity in ``row`` [V]."""
+        words = np.flatnonzero(bits)
         if len(words) <= _FEW_WORDS:
-            within, bit = np.nonzero((self.bits[words][:, None] >> _BITS) & 1)
+            within, bit = np.nonzero((bits[words][:, None] >> _BITS) & 1)
             ids = words[within] * 32 + bit
             kept = row[ids]
             row.fill(-np.inf)
             row[ids] = kept
             return
         # In pieces that stay in the fastest cache: between two forwards nothing else is.
-        for start in range(0, len(self._bytes), _CHUNK):
-            some = self._bytes[start : start + _CHUNK]
+        of_bytes = bits.view(np.uint8)
+        for start in range(0, len(of_bytes), _CHUNK):
+            some = of_bytes[start : start + _CHUNK]
             np.take(_BYTE_MASKS, some, axis=0, out=self._values[: len(some)], mode="clip")
             part = row[8 * start : 8 * (start + _CHUNK)]
             part += self._row[: len(part)]
@@ -94,6 +94,8 @@ class GrammarMatcher:
         looking: llguidance.LLMatcher | None = None,
     ) -> None:
         self._matcher, self._buffers, self._looking = matcher, buffers, looking
+        self._ahead: NDArray[np.int32] | None = None
+        self._prepared = False
         self._unseen: list[int] = []
         self._tokens = 0
         self.complete_after: int | None = None
@@ -101,18 +103,31 @@ class GrammarMatcher:
         self.error: str | None = None
         self._look()
 
+    def allows(self, token: int) -> bool:
+        return self.error is None and token >= 0 and self._matcher.validate_tokens([token]) == 1
+
+    def prepare(self) -> None:
+        if self.error is None and not self._prepared:
+            if self._ahead is None:
+                self._ahead = np.zeros_like(self._buffers.bits)
+            self._compute(self._ahead)
+            self._prepared = True
+
     def mask(self, row: Any) -> None:
         if self.error is None:
-            buffers = self._buffers
-            self._matcher.unsafe_compute_mask_ptr(buffers.address, buffers.size)
+            bits = self._ahead if self._prepared else None
+            if bits is None:
+                bits = self._buffers.bits
+                self._compute(bits)
             # After a limit the mask allows the end, without a word: a cut answer would look finished.
             self._look()
             if self.error is None:
-                buffers.apply(row)
+                self._buffers.apply(bits, row)
                 return
         row.fill(-np.inf)
 
     def advance(self, token: int) -> None:
+        self._prepared = False
         if self.error is None and not self._matcher.is_stopped():
             self._matcher.consume_token(token)
             self._tokens += 1
@@ -131,6 +146,9 @@ class GrammarMatcher:
             self._looking = None
             return None
         return Outlook(looking)
+
+    def _compute(self, bits: NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
 
     def _look(self) -> None:
         if self._matcher.is_error():

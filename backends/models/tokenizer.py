@@ -146,6 +146,19 @@ class HfTokenizer:
         """The name of a special token; None of any other."""
         return self._fast.id_to_token(token_id) if token_id in self._special else None
 
+    def token_text(self, detokenizer: Detokenizer, token_id: int) -> tuple[str, bytes]:
+        """What a token would add to the text so far, as text (special tokens by their names) and as bytes."""
+        raw = detokenizer.next_bytes(token_id)
+        name = self.token_name(token_id)
+        return raw.decode("utf-8", "replace") if name is None else name, raw
+
+    def texts(self, token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> list[list[tuple[str, bytes]]]:
+        detokenizer, found = self.detokenizer(), []
+        for token_id, instead in zip(token_ids, others, strict=True):
+            found.append([self.token_text(detokenizer, each) for each in (token_id, *instead)])
+            detokenizer.push(token_id)
+        return found
+
     def _bytes_of(self, token_id: int, first: bool) -> bytes | None:
         try:
             return self._bytes[token_id, first]

@@ -100,6 +100,10 @@ class BatchBuilder:
             self._out_row.append(self.rows - 1)
         self._close_sequence(pages)
 
+    def add_outputs(self, first_row: int, count: int) -> None:
+        """The hidden states of rows already added are wanted too; they come last."""
+        self._out_row.extend(range(first_row, first_row + count))
+
     def add_tree(
         self, pages: Sequence[int], root: int, position: int, nodes: Sequence[int], parents: Sequence[int]
     ) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -11,6 +11,7 @@ from litestar import Request, post
 from litestar.response.base import ASGIResponse
 
 from backends.grammar.spec import GrammarSpec
+from backends.types import ChatTokenizer, PositionLogprobs
 from gateway.auth.guard import needs
 from gateway.serving.call import Answer, Call, ServedModel
 from gateway.serving.chat_answers import ReadChoiceWriter, message_of
@@ -23,13 +24,20 @@ from gateway.tools.forced import forced_call
 from gateway.tools.reader import AnswerForm
 from gateway.tools.template import END_THINK
 from gateway.upstream.payload import tokens_of
-from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs
+from gateway.wire.logprobs import CompletionLogprobsWriter, chat_logprobs, prompt_positions
 from gateway.wire.prompts import encode_messages, encode_prompts, refuse_unknown_ids, split_prompts
 from gateway.wire.request_body import BodyDecoder, off_the_loop, read_json
 from gateway.wire.requests import ChatCompletionRequest, CompletionRequest
-from gateway.wire.responses import AssistantMessage, ChatChoice, ChatCompletion, Completion, CompletionChoice
+from gateway.wire.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+)
 from gateway.wire.validation import chat_logprobs as wanted_chat_logprobs
-from gateway.wire.validation import refuse_best_of
+from gateway.wire.validation import check_echo, refuse_best_of
 
 CHAT_PATH, COMPLETION_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT_BODIES = BodyDecoder(ChatCompletionRequest, {f"POST {COMPLETION_PATH}": CompletionRequest})
@@ -107,6 +115,13 @@ class ChatCall(Call):
         )
 
 
+class _Echoed(NamedTuple):
+    """The prompts as an engine's model has read them."""
+
+    tokenizer: ChatTokenizer
+    token_ids: Sequence[Sequence[int]]
+
+
 class CompletionCall(Call):
     id_prefix = "cmpl-"
     chunk_object = "text_completion"
@@ -115,7 +130,9 @@ class CompletionCall(Call):
 
     def __init__(self, body: CompletionRequest) -> None:
         refuse_best_of(body)
-        self.body = body
+        check_echo(body)
+        self.body = self._completion = body
+        self._echoed: _Echoed | None = None
         self.prompt, self._prompts = body.prompt, split_prompts(body)
         self.estimated_tokens = [tokens_of(len(each)) if isinstance(each, str) else len(each) for each in self._prompts]
         self.prompts = len(self._prompts)
@@ -124,17 +141,21 @@ class CompletionCall(Call):
     async def encode(self, served: ServedModel, inline_chars: int) -> Sequence[tuple[int, ...]]:
         info = served.decoder.info
         refuse_unknown_ids(self._prompts, info.vocab_size)
-        return await encode_prompts(served.tokenizer, self._prompts, inline_chars, info)
+        token_ids = await encode_prompts(served.tokenizer, self._prompts, inline_chars, info)
+        self._echoed = _Echoed(served.tokenizer, token_ids) if self._completion.echo else None
+        return token_ids
 
     def choice_writer(self) -> CompletionChoiceWriter:
         return CompletionChoiceWriter()
 
     def response(self, answer: Answer, results: Sequence[ChoiceResult]) -> bytes:
+        if self._completion.max_tokens == 0:
+            results = [result.without_answer() for result in results]
         choices = [
             CompletionChoice(
                 index=index,
-                text=result.text,
-                logprobs=None if self.logprobs is None else CompletionLogprobsWriter().write(result.logprobs),
+                text=self._echo_of(index) + result.text,
+                logprobs=self._logprobs_of(index, result),
                 finish_reason=result.finish_reason,
                 stop_reason=result.stop_reason,
             )
@@ -150,6 +171,22 @@ class CompletionCall(Call):
                 decoding=whole_report(answer.plan, results, trace=self.traced),
             )
         )
+
+    def _echo_of(self, index: int) -> str:
+        if self._echoed is None:
+            return ""
+        number = index // (self.body.n or 1)
+        prompt = self._prompts[number]
+        return prompt if isinstance(prompt, str) else self._echoed.tokenizer.decode(self._echoed.token_ids[number])
+
+    def _logprobs_of(self, index: int, result: ChoiceResult) -> CompletionLogprobs | None:
+        if self.logprobs is None:
+            return None
+        prompt: list[PositionLogprobs] = []
+        if self._echoed is not None:
+            token_ids = self._echoed.token_ids[index // (self.body.n or 1)]
+            prompt = prompt_positions(self._echoed.tokenizer, token_ids, result.prompt_scores)
+        return CompletionLogprobsWriter().write(result.logprobs, prompt)
 
 
 def chat_call(body: bytes) -> ChatCall:

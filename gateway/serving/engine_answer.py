@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -146,16 +146,21 @@ class EngineAnswer:
         self._results = await collect(self._generation, self._prepared.call.sequences)
 
     async def body(self) -> bytes:
-        self._settle(self._results)
         call = self._prepared.call
-        written = sum(len(result.logprobs) for result in self._results) * (1 + (call.logprobs or 0))
+        written = sum(len(each.logprobs) + len(each.prompt_scores) for each in self._results) * (
+            1 + (call.logprobs or 0)
+        )
         if written <= INLINE_LOGPROBS:
-            return call.response(self._answer, self._results)
-        # In a thread: writing many log probabilities takes a time that streams would notice.
-        return await asyncio.to_thread(call.response, self._answer, self._results)
+            body = call.response(self._answer, self._results)
+        else:
+            # In a thread: writing many log probabilities takes a time that streams would notice.
+            body = await asyncio.to_thread(call.response, self._answer, self._results)
+        self._settle()
+        return body
 
     async def begin(self) -> None:
-        self._chunks = self._settled(noting_failure(self._generation.chunks(), self._prepared.record))
+        self._results = [ChoiceResult() for _ in range(self._prepared.call.sequences)]
+        self._chunks = self._noted(noting_failure(self._generation.chunks(), self._prepared.record))
         self._first = await _first(self._chunks)
         self._prepared.record.first_token_at = self._prepared.telemetry.clock()
 
@@ -173,29 +178,24 @@ class EngineAnswer:
             prompts=call.prompts,
             plan=answer.plan,
             writers=[call.choice_writer() for _ in range(call.sequences)],
+            results=self._results,
         )
-        return events(self._first, self._chunks, writer, self._generation)
+        return events(self._first, self._chunks, writer, self._generation, self._settle)
 
-    async def _settled(self, chunks: _Chunks) -> _Chunks:
-        """The same chunks; the books of a stream are closed with its last one."""
+    async def _noted(self, chunks: _Chunks) -> _Chunks:
+        """The same chunks of a stream."""
         record, clock = self._prepared.record, self._prepared.telemetry.clock
-        results = [ChoiceResult() for _ in range(self._prepared.call.sequences)]
-        left = len(results)
         async for index, chunk in chunks:
             record.said(clock())
             if record.content is not None:
-                results[index].keep(chunk)
-            if chunk.finish_reason is not None:
-                results[index].note(chunk)
-                left -= 1
-                if left == 0:
-                    self._settle(results)
+                self._results[index].chunks.append(chunk)
             yield index, chunk
 
-    def _settle(self, results: Sequence[ChoiceResult]) -> None:
-        saved_s = sum(each.stats.saved_s for each in results if each.stats is not None)
-        self._prepared.settle(decoding_report(self._answer.plan, results), saved_s)
-        note_results(self._prepared.record, results, self._prepared.call.prompts)
+    def _settle(self) -> None:
+        """Close the books. Only when the answer was read: whether it ends with calls of tools is in its text."""
+        saved_s = sum(each.stats.saved_s for each in self._results if each.stats is not None)
+        self._prepared.settle(decoding_report(self._answer.plan, self._results), saved_s)
+        note_results(self._prepared.record, self._results, self._prepared.call.prompts)
 
 
 def seeds_of(seed: int, prompts: int, n: int, *, given: bool) -> list[int]:

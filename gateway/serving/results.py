@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, TokenChunk
+from backends.types import DecodingPlan, GenerationStats, PositionLogprobs, PromptScore, TokenChunk
 from gateway.serving.generation import Generation
 from gateway.wire.responses import (
     CompletionTokensDetails,
@@ -47,9 +47,18 @@ class ChoiceResult:
         self.chunks.append(chunk)
         self.note(chunk)
 
+    def without_answer(self) -> ChoiceResult:
+        """Of this result, what is about the prompt: for an echo alone, of which one token had to be generated."""
+        first = TokenChunk(text="", prompt_scores=self.prompt_scores)
+        return replace(self, chunks=[first], num_tokens=0, finish_reason="length", stop_reason=None)
+
     @property
     def text(self) -> str:
         return "".join([chunk.text for chunk in self.chunks])
+
+    @property
+    def prompt_scores(self) -> tuple[PromptScore, ...]:
+        return self.chunks[0].prompt_scores if self.chunks else ()
 
     @property
     def logprobs(self) -> list[PositionLogprobs]:

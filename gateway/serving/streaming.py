@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -71,7 +71,8 @@ def ending(result: ChoiceResult) -> bytes:
 
 
 class StreamWriter:
-    """Turns the chunks of one request into events. Holds the running results, for usage and the decoding report."""
+    """Turns the chunks of one request into events. ``results``: of its choices, which are kept up to date and put right
+    by whoever reads their text; for usage and the decoding report."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class StreamWriter:
         prompts: int,
         plan: DecodingPlan,
         writers: list[ChoiceWriter],
+        results: list[ChoiceResult],
     ) -> None:
         same = {"id": response_id, "object": object_name, "created": created, "model": model}
         self._head = b"data: " + _encode(same)[:-1] + b',"choices":['
@@ -99,7 +101,7 @@ class StreamWriter:
         self._plan = plan
         self._writers = writers
         self._opened = [False] * len(writers)
-        self._results = [ChoiceResult() for _ in writers]
+        self._results = results
 
     def event(self, index: int, chunk: TokenChunk, *, last: bool) -> bytes:
         """The events of one chunk, joined; empty if it has nothing to show. ``last``: every sequence has finished."""
@@ -141,13 +143,24 @@ async def events(
     rest: AsyncIterator[tuple[int, TokenChunk]],
     writer: StreamWriter,
     generation: Generation,
+    ended: Callable[[], None],
 ) -> AsyncGenerator[bytes, None]:
-    """The whole stream. A failure after the first byte can only be told inside it: an ``error`` event, then the end."""
+    """The whole stream. ``ended`` is called before the last event is sent.
+
+    A failure after the first byte can only be told inside it: an ``error`` event, then the end."""
     try:
         index, chunk = first
-        yield writer.event(index, chunk, last=generation.unfinished == 0)
+        last = generation.unfinished == 0
+        out = writer.event(index, chunk, last=last)
+        if last:
+            ended()
+        yield out
         async for index, chunk in rest:
-            if out := writer.event(index, chunk, last=generation.unfinished == 0):
+            last = generation.unfinished == 0
+            out = writer.event(index, chunk, last=last)
+            if last:
+                ended()
+            if out:
                 yield out
     except APIError as error:
         yield error_event(error)

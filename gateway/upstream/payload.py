@@ -33,6 +33,9 @@ def what_it_lacks(body: GenerationFields, dialect: Dialect, variant: Variant | N
         lacking.append("response_format")
     if dialect == "openai" and isinstance(body, ChatCompletionRequest):
         lacking += [name for name in _TEMPLATE_FIELDS if getattr(body, name) not in (None, {}, False)]
+    if getattr(body, "echo", None):
+        # Upstreams are always asked to stream.
+        lacking.append("echo")
     if "decoding" not in allowed:
         wishes = decoding_wishes(body.decoding)
         if variant is not None and variant.plain and body.decoding is not None and body.decoding.method == "vanilla":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
-from backends.types import PositionLogprobs, TokenLogprob
+from backends.types import ChatTokenizer, PositionLogprobs, PromptScore, TokenLogprob
 from gateway.wire.responses import ChatLogprobs, CompletionLogprobs, TokenLogprobOut, TopLogprob
 
 LOWEST = -9999.0
@@ -26,6 +27,21 @@ def chat_logprobs(positions: Iterable[PositionLogprobs]) -> ChatLogprobs:
     )
 
 
+def prompt_positions(
+    tokenizer: ChatTokenizer, token_ids: Sequence[int], scores: Sequence[PromptScore]
+) -> list[PositionLogprobs]:
+    """A prompt's tokens with their log-probabilities; of the first there is none, and 0 stands for it."""
+    scored = [PromptScore(0.0, ()), *scores]
+    texts = tokenizer.texts(token_ids, [[other for other, _ in score.top] for score in scored])
+    found = []
+    for token_id, score, (chosen, *others) in zip(token_ids, scored, texts, strict=True):
+        top = (
+            TokenLogprob(other, text, value, raw) for (other, value), (text, raw) in zip(score.top, others, strict=True)
+        )
+        found.append(PositionLogprobs(TokenLogprob(token_id, chosen[0], score.logprob, chosen[1]), tuple(top)))
+    return found
+
+
 class CompletionLogprobsWriter:
     """Formats positions as they come; one per sequence, since text offsets go on from chunk to chunk."""
 
@@ -33,10 +49,18 @@ class CompletionLogprobsWriter:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def write(self, positions: Iterable[PositionLogprobs]) -> CompletionLogprobs:
-        """Two alternatives that read the same (parts of one character) share a key; the likelier one is kept."""
+    def write(
+        self, positions: Iterable[PositionLogprobs], prompt: Sequence[PositionLogprobs] = ()
+    ) -> CompletionLogprobs:
+        """Two alternatives that read the same (parts of one character) share a key; the likelier one is kept.
+        ``prompt``: echoed before ``positions``; its first token has no log-probability."""
         out = CompletionLogprobs([], [], [], [])
-        for position in positions:
+        for first in prompt[:1]:
+            out.tokens.append(first.chosen.token)
+            out.token_logprobs.append(None)
+            out.top_logprobs.append(None)
+            out.text_offset.append(self._pass(first.chosen.token_bytes))
+        for position in chain(prompt[1:], positions):
             out.tokens.append(position.chosen.token)
             out.token_logprobs.append(_finite(position.chosen))
             alternatives: dict[str, float] = {}

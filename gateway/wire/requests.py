@@ -219,12 +219,17 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
-    """``prompt``: a string, several strings, token ids, or several lists of token ids. Lists are not mixed."""
+    """``prompt``: a string, several strings, token ids, or several lists of token ids. Lists are not mixed.
+
+    ``echo``: the answer's text begins with the prompt, and so do its log-probabilities. Not streamed.
+    """
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
+    # 0: nothing but the prompt, echoed.
+    max_tokens: Annotated[int, Meta(ge=0, le=INT32_MAX)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
     # Fields of OpenAI's that are not honoured. best_of 1 is the default, and n is checked beside it in validation.
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    echo: Annotated[Any, no_op(False)] = None
     suffix: Annotated[Any, no_op("")] = None
     add_special_tokens: Annotated[Any, no_op(True, why="prompts in text get those that the model wants")] = None

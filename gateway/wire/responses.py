@@ -140,11 +140,12 @@ class ChatLogprobs(Struct):
 
 
 class CompletionLogprobs(Struct):
-    """``text_offset`` counts characters of the returned text that are complete before the token."""
+    """``text_offset`` counts characters of the returned text that are complete before the token. Null: of an echoed
+    prompt's first token, before which nothing stands."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 

@@ -10,7 +10,10 @@ from gateway.wire.requests import ChatCompletionRequest, CompletionRequest, Gene
 
 
 def sampling_params(
-    body: GenerationFields, info: ModelInfo, settings: GatewaySettings, logprobs: int | None
+    body: GenerationFields,
+    info: ModelInfo,
+    settings: GatewaySettings,
+    logprobs: int | None,
 ) -> SamplingParams:
     """Everything about sampling except seed and ``max_tokens``, which differ between prompts and choices.
 
@@ -32,6 +35,7 @@ def sampling_params(
         stop=_stop_strings(body.stop),
         stop_token_ids=_in_vocabulary(tuple(body.stop_token_ids or ()), info.vocab_size, "stop_token_ids"),
         logprobs=logprobs,
+        prompt_logprobs=isinstance(body, CompletionRequest) and bool(body.echo) and logprobs is not None,
     )
 
 
@@ -52,6 +56,18 @@ def refuse_best_of(body: CompletionRequest) -> None:
         )
 
 
+def check_echo(body: CompletionRequest) -> None:
+    """Raises :class:`InvalidRequest` for what can't be echoed, and for an answer of no tokens without an echo."""
+    if body.echo and body.stream:
+        raise InvalidRequest(
+            "'echo' is not supported with stream: true; leave one of them out.",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("'max_tokens' 0 asks for nothing without echo: true.", param="max_tokens")
+
+
 def requested_max_tokens(body: GenerationFields) -> tuple[str, int] | None:
     """The limit the client named, with the name it used; None when it named none."""
     newer = body.max_completion_tokens if isinstance(body, ChatCompletionRequest) else None
@@ -62,7 +78,8 @@ def requested_max_tokens(body: GenerationFields) -> tuple[str, int] | None:
         )
     if newer is not None:
         return "max_completion_tokens", newer
-    return None if body.max_tokens is None else ("max_tokens", body.max_tokens)
+    # An echo without an answer is the answer of one token, which is left out.
+    return None if body.max_tokens is None else ("max_tokens", body.max_tokens or 1)
 
 
 def token_budget(

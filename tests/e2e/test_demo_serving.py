@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from openai import OpenAI
 
 pytestmark = pytest.mark.model
@@ -108,7 +109,6 @@ def test_special_tokens_in_a_message_have_no_power(client: OpenAI) -> None:
 def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
     """In float32, against ``generate`` itself: a reference that shares no code with the engine. By a stated cost table,
     and without a look at the clock, the trained heads save steps on any machine."""
-    import torch
 
     from backends.cost.calibration import Calibration
     from backends.cost.step_cost import StepCost
@@ -129,6 +129,37 @@ def test_greedy_tokens_are_those_of_transformers_in_fewer_steps() -> None:
         chunks += [chunk for _, chunk in loaded.core.step()]
     assert [token for chunk in chunks for token in chunk.token_ids] == expected
     assert chunks[-1].stats is not None and chunks[-1].stats.tokens_per_step > 1.2
+
+
+def test_echoed_prompts_have_the_log_probabilities_of_transformers(client: OpenAI) -> None:
+    """By requests as lm-eval sends them for tasks by log-likelihood: the choice of continuations is the same."""
+    from backends.engine.loading import EngineOptions, load_parts
+
+    parts = load_parts(EngineOptions(dtype="float32", max_model_len=512))
+    items = [
+        ("The capital of France is", [" Paris", " Berlin"]),
+        ("Water freezes at zero degrees", [" Celsius", " banana"]),
+        ("def add(a, b):\n    return a", [" + b", " is not"]),
+    ]
+    for context, continuations in items:
+        begun = parts.tokenizer.encode(context)
+        prompts = [[*begun, *parts.tokenizer.encode(text)] for text in continuations]
+        answer = client.completions.create(
+            model=MODEL, prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
+        )
+        found, expected = [], []
+        for prompt, choice in zip(prompts, answer.choices, strict=True):
+            assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+            scores: list[Any] = choice.logprobs.token_logprobs
+            assert (len(scores), scores[0]) == (len(prompt) + 1, None)
+            with torch.inference_mode():
+                log_p = torch.log_softmax(parts.model(torch.tensor([prompt])).logits[0].float(), dim=-1)
+            wanted = [float(log_p[at, token]) for at, token in enumerate(prompt[1:])]
+            # The gateway computes in bfloat16 where the CPU does.
+            assert scores[1:-1] == pytest.approx(wanted, abs=0.35)
+            found.append(sum(scores[len(begun) : -1]))
+            expected.append(sum(wanted[len(begun) - 1 :]))
+        assert found.index(max(found)) == expected.index(max(expected)) == 0
 
 
 def test_shipped_heads_are_small_and_come_with_a_card() -> None:

@@ -25,6 +25,7 @@ from backends.types import (
     GenerationStats,
     ModelInfo,
     PositionLogprobs,
+    PromptScore,
     SamplingParams,
     StepSample,
     StepTrace,
@@ -77,6 +78,12 @@ class FakeTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token < EOS).decode("utf-8", errors="replace")
 
+    def texts(self, token_ids: Sequence[int], others: Sequence[Sequence[int]]) -> list[list[tuple[str, bytes]]]:
+        return [
+            [(self.decode([each]), bytes([each])) for each in (token, *instead)]
+            for token, instead in zip(token_ids, others, strict=True)
+        ]
+
 
 def _digest(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "big")
@@ -96,6 +103,14 @@ def answer_tokens(prompt: tuple[int, ...], sampling: SamplingParams, natural_len
         tokens = [favourite] * sampling.max_tokens
     banned = {token for token, bias in sampling.logit_bias.items() if bias <= -50}
     return [ord("_") if token in banned else token for token in tokens][: sampling.max_tokens]
+
+
+def scores_of(request: GenerationRequest) -> tuple[PromptScore, ...]:
+    """Made-up as :func:`logprobs_of` makes them up."""
+    found = (logprobs_of(token, request.sampling.logprobs or 0) for token in request.prompt_token_ids[1:])
+    return tuple(
+        PromptScore(each.chosen.logprob, tuple((top.token_id, top.logprob) for top in each.top)) for each in found
+    )
 
 
 def logprobs_of(token_id: int, wanted: int) -> PositionLogprobs:
@@ -140,6 +155,7 @@ class FakeHandle:
         position = steps = 0
         first_token_at: float | None = None
         reason: FinishReason | None = None
+        scored = False
         while reason is None:
             await asyncio.sleep(decoder.step_s)
             while decoder.holds(steps) and not self.aborted:
@@ -162,6 +178,9 @@ class FakeHandle:
             if reason in ("abort", "error"):
                 writer.drop()
             chunk = writer.chunk(final=reason is not None)
+            if request.sampling.prompt_logprobs and not scored:
+                chunk = replace(chunk, prompt_scores=scores_of(request))
+                scored = True
             if reason is not None:
                 self.finished = reason
                 drafted = steps * (per_step - 1) * 2

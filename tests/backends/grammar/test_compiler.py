@@ -71,10 +71,35 @@ def test_a_mask_sets_what_it_forbids_and_nothing_else(bits: bytes, vocab: int, s
     if vocab % 32:
         buffers.bits[-1] &= (1 << vocab % 32) - 1
     row = np.arange(vocab, dtype=np.float32)
-    buffers.apply(row)
+    buffers.apply(buffers.bits, row)
     for token in range(vocab):
         may = bool(buffers.bits[token // 32] >> (token % 32) & 1)
         assert row[token] == (token if may else -np.inf)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        ("json", '{"properties":{"a":{"enum":["x",1]}},"required":["a"],"additionalProperties":false}', '{"a":"x"}'),
+        ("regex", "[a-c]+é?", "abcé"),
+        ("choice", '["yes", "yes, but"]', "yes, but"),
+    ],
+)
+def test_what_is_allowed_is_what_the_mask_leaves(kind: GrammarKind, text: str, answer: str) -> None:
+    """Whether the mask was made ahead or is made when it is asked for."""
+    grammar, ahead = (tiny_grammars().open(GrammarSpec(kind, text)) for _ in range(2))
+    for token in [*tiny_tokenizer().encode(answer), EOS]:
+        ahead.prepare()
+        rows = np.zeros((2, VOCAB), np.float32)
+        grammar.mask(rows[0])
+        ahead.mask(rows[1])
+        assert np.array_equal(rows[0], rows[1])
+        # Once all is said only the mask knows that the end may follow; the answer is then over without it.
+        asked = [each for each in range(VOCAB) if each != EOS or grammar.complete_after is None]
+        assert [each for each in asked if grammar.allows(each)] == [each for each in asked if rows[0][each] == 0]
+        assert not grammar.allows(-1)
+        grammar.advance(token)
+        ahead.advance(token)
 
 
 def test_long_masks_are_applied_to_their_end() -> None:
@@ -84,7 +109,7 @@ def test_long_masks_are_applied_to_their_end() -> None:
         bits = rng.random(len(buffers.bits) * 32) < density
         buffers.bits[:] = np.packbits(bits, bitorder="little").view(np.int32)
         row = np.arange(49_999, dtype=np.float32)
-        buffers.apply(row)
+        buffers.apply(buffers.bits, row)
         assert np.array_equal(np.isneginf(row), ~bits[:49_999])
         assert np.array_equal(row[bits[:49_999]], np.flatnonzero(bits[:49_999]))
 

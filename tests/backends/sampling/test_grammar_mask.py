@@ -10,11 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from backends.engine.loading import EngineOptions, LoadedCore, build_core, load_parts
 from backends.models.tiny import TINY_MODEL_NAME
 from backends.proof.lossless import verify_lossless
-from backends.sampling.sampler import LogitProcessor
+from backends.sampling.sampler import LogitProcessor, Visit, draw_tokens
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, GenerationRequest, SamplingParams, TokenChunk
 from tests.support.engine_helpers import one_thread  # noqa: F401
@@ -42,8 +46,20 @@ class EvenAfterOdd:
     def outlook(self) -> None:
         return None
 
+    def allows(self, token: int) -> bool:
+        self.calls.append("allows")
+        row = np.zeros(VOCAB, np.float32)
+        self._forbid(row)
+        return bool(np.isfinite(row[token]))
+
+    def prepare(self) -> None:
+        self.calls.append("prepare")
+
     def mask(self, row: Any) -> None:
         self.calls.append("mask")
+        self._forbid(row)
+
+    def _forbid(self, row: Any) -> None:
         if self.error is not None:
             row[:] = -np.inf
         row[0] = -np.inf
@@ -118,9 +134,44 @@ def test_the_mask_holds_on_every_path(loaded: LoadedCore, acceptance: Any, tempe
 def test_the_state_is_asked_as_vanilla_decoding_asks_it(loaded: LoadedCore) -> None:
     grammar = EvenAfterOdd()
     tokens = tokens_of(decode(loaded, request_for("a", grammar))["a"])
-    # Visited rows alone are masked, and accepted tokens alone move it on: so its own limits are met at the same token.
-    assert grammar.calls[: 2 * len(tokens)] == ["mask", "advance"] * len(tokens)
+    # Visited rows alone are asked about, and accepted tokens alone move it on: so its own limits are met at the same
+    # token. Greedy rows need a mask at most where the best tokens are forbidden.
+    vanilla = EvenAfterOdd()
+    plain = replace(request_for("a", vanilla), plan=DecodingPlan(method="vanilla", num_heads=0))
+    assert tokens_of(decode(loaded, plain)["a"]) == tokens
+    assert grammar.calls[: len(vanilla.calls)] == vanilla.calls
+    assert grammar.calls.count("mask") < grammar.calls.count("allows") / 4
     assert grammar.seen[: len(tokens)] == tokens
+
+
+def test_masks_of_drawn_roots_are_computed_beside_the_forward(loaded: LoadedCore) -> None:
+    grammar, greedy = EvenAfterOdd(), EvenAfterOdd()
+    decode(loaded, request_for("a", grammar, temperature=1.0), request_for("b", greedy))
+    calls = grammar.calls
+    prepared = [at for at, call in enumerate(calls) if call == "prepare"]
+    assert prepared
+    assert all(calls[at + 1] == "mask" for at in prepared)
+    assert "prepare" not in greedy.calls
+
+
+@given(
+    rows=arrays(np.float32, (3, 8), elements=st.sampled_from([-1.0, 0.0, 0.5, 2.0, 3.0, -np.inf, np.nan])),
+    allowed=st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=3, max_size=3),
+)
+def test_greedy_rows_have_the_token_that_a_mask_would_give(
+    loaded: LoadedCore, rows: np.ndarray, allowed: list[set[int]]
+) -> None:
+    """Also of ties, and of broken rows as long as what is broken is masked or is not."""
+    logits = torch.full((3, VOCAB), -np.inf)
+    logits[:, :8] = torch.from_numpy(rows)
+    visits, masked = [], logits.clone()
+    for row, ids in enumerate(allowed):
+        grammar = _Only(ids)
+        processor = LogitProcessor(SamplingParams(), np.array([], np.int64), np.array([0]), grammar=grammar)
+        visits.append(Visit(row, row, SamplingParams(temperature=0.0), processor, ()))
+        grammar.mask(masked[row].numpy())
+    expected = loaded.core.runner.argmax(masked, [0, 1, 2])
+    assert draw_tokens(loaded.core.runner, logits, visits) == expected
 
 
 def test_a_grammar_that_fails_ends_its_own_request_alone(loaded: LoadedCore) -> None:
@@ -132,6 +183,19 @@ def test_a_grammar_that_fails_ends_its_own_request_alone(loaded: LoadedCore) -> 
     assert len(tokens_of(chunks["failing"])) == 7
     assert chunks["plain"][-1].finish_reason in ("stop", "length")
     assert tokens_of(chunks["plain"]) == alone
+
+
+class _Only(EvenAfterOdd):
+    """Allows some tokens, for ever."""
+
+    def __init__(self, allowed: set[int]) -> None:
+        super().__init__()
+        self._allowed = sorted(allowed)
+
+    def _forbid(self, row: Any) -> None:
+        kept = row[self._allowed]
+        row.fill(-np.inf)
+        row[self._allowed] = kept
 
 
 class _Closing(EvenAfterOdd):

@@ -453,7 +453,8 @@ ROWS = [
     chat("store", {"store": True}, "only false is accepted", "store", UNSUPPORTED),
     chat("store that equals False but isn't", {"store": 0}, "only false is accepted", "store", UNSUPPORTED),
     chat("service tier", {"service_tier": "flex"}, "is not supported", "service_tier", UNSUPPORTED),
-    text("echo", {"echo": True}, "'echo' is not supported", "echo", UNSUPPORTED),
+    text("echo streamed", {"echo": True, "stream": True}, "'echo' is not supported with stream", "echo", UNSUPPORTED),
+    text("no tokens and no echo", {"max_tokens": 0}, "'max_tokens' 0 asks for nothing", "max_tokens"),
     text("suffix", {"suffix": "end"}, "'suffix' is not supported", "suffix", UNSUPPORTED),
     text("best_of", {"best_of": 3}, "'best_of' other than n is not supported", "best_of", UNSUPPORTED),
     # Sampling.

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
 
-from backends.types import TokenChunk
+from backends.types import DecodingPlan, TokenChunk
+from gateway.api.completions import chat_call
+from gateway.serving.call import Answer
 from gateway.serving.chat_answers import ReadChoice, ReadChoiceWriter, message_of
+from gateway.serving.engine_answer import EngineAnswer
 from gateway.serving.results import ChoiceResult, usage
 from gateway.tools.reader import AnswerForm
 from gateway.tools.template import CallStyle
+from telemetry.request import RequestRecord
 from tests.support.fakes import FakeTokenizer
 from tests.support.live_gateway import MODEL, LiveGateway, running_gateway
 
@@ -54,6 +60,45 @@ def streamed(form: AnswerForm, chunks: list[TokenChunk], end_id: int | None = No
         result.note(chunk)
         deltas += [json.loads(b"{%b}" % each)["delta"] for each in writer.deltas(chunk, result)]
     return deltas, result
+
+
+class _Said:
+    """A generation that has given these chunks."""
+
+    def __init__(self, chunks: list[TokenChunk]) -> None:
+        self._left, self.unfinished = chunks, 1
+
+    async def chunks(self) -> AsyncIterator[tuple[int, TokenChunk]]:
+        for chunk in self._left:
+            self.unfinished = int(chunk.finish_reason is None)
+            yield 0, chunk
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_telemetry_has_the_finish_reason_that_the_client_has(stream: bool) -> None:
+    body: Any = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": stream}
+    call = chat_call(json.dumps(body).encode())
+    call._form = TAGGED
+    record = RequestRecord("chat", "/v1/chat/completions", 0.0, content={})
+    prepared: Any = SimpleNamespace(
+        call=call, record=record, settle=lambda report, saved_s: None, telemetry=SimpleNamespace(clock=lambda: 0.0)
+    )
+    answer = EngineAnswer(Answer("0", 0, MODEL, 1, DecodingPlan()), cast(Any, _Said(chunks_of((CALL, [1])))), prepared)
+
+    async def told() -> str:
+        if stream:
+            await answer.begin()
+            return b"".join([event async for event in answer.events()]).decode()
+        await answer.gather()
+        return (await answer.body()).decode()
+
+    assert '"finish_reason":"tool_calls"' in asyncio.run(told())
+    assert record.finish_reasons == ("tool_calls",)
+    assert record.content["gen_ai.output.messages"] == [CALL]
+    assert record.completed
 
 
 def test_a_call_and_text() -> None:

@@ -16,6 +16,7 @@ from backends.types import DecodingPlan, GenerationStats, TokenChunk
 from gateway.admission import Admission
 from gateway.http.app import create_app
 from gateway.serving.generation import Generation
+from gateway.serving.results import ChoiceResult
 from gateway.serving.state import GatewayState
 from gateway.serving.streaming import ChatChoiceWriter, CompletionChoiceWriter, StreamWriter
 from gateway.settings import GatewaySettings
@@ -383,6 +384,7 @@ def writer(*writers: Any, include_usage: bool = False) -> StreamWriter:
         prompts=1,
         plan=DecodingPlan(),
         writers=list(writers),
+        results=[ChoiceResult() for _ in writers],
     )
 
 
