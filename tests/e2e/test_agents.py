@@ -12,6 +12,8 @@ import openai
 import pydantic
 import pytest
 
+from tests.e2e.conftest import ANSWER_S
+
 pytestmark = pytest.mark.model
 
 MODEL = "smollm2-135m-instruct"
@@ -50,7 +52,7 @@ THEIR_TOOLS: list[Any] = [{"name": name, "input_schema": schema} for name, schem
 
 @pytest.fixture(scope="module")
 def theirs(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="unused", timeout=120, max_retries=0) as opened:
+    with anthropic.Anthropic(base_url=url, api_key="unused", timeout=ANSWER_S, max_retries=0) as opened:
         yield opened
 
 
