@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +11,8 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+
+from tests.e2e.conftest import ANSWER_S
 
 pytestmark = pytest.mark.model
 
@@ -54,31 +51,8 @@ THEIR_TOOLS: list[Any] = [{"name": name, "input_schema": schema} for name, schem
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--max-model-len", "1024"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    assert process.stdout is not None
-    try:
-        line = next(line for line in process.stdout if "serves" in line)
-        found = re.search(r"http://\S+(?=/v1)", line)
-        assert found, line
-        yield found.group()
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(scope="module")
-def client(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=120, max_retries=0) as opened:
-        yield opened
-
-
-@pytest.fixture(scope="module")
 def theirs(url: str) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="unused", timeout=120, max_retries=0) as opened:
+    with anthropic.Anthropic(base_url=url, api_key="unused", timeout=ANSWER_S, max_retries=0) as opened:
         yield opened
 
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +13,6 @@ pytestmark = pytest.mark.model
 
 MODEL = "smollm2-135m-instruct"
 CODE = [{"role": "user", "content": "Write a Python function that adds two numbers."}]
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[OpenAI]:
-    """A gateway of its own process on a free port, ended by SIGTERM, whose exit status is checked."""
-    command = [sys.executable, "-m", "gateway", "serve", "--port", "0", "--max-model-len", "1024"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    assert process.stdout is not None
-    try:
-        line = next(line for line in process.stdout if "serves" in line)
-        found = re.search(r"http://\S+/v1", line)
-        assert found, line
-        with OpenAI(base_url=found.group(), api_key="unused", timeout=120, max_retries=0) as opened:
-            yield opened
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        process.wait()
 
 
 def complete(client: OpenAI, method: str, **arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from openai import BadRequestError, LengthFinishReasonError, OpenAI
 from pydantic import BaseModel, Field
 
-from tests.e2e.test_demo_serving import MODEL, client  # noqa: F401
+from tests.e2e.test_demo_serving import MODEL
 
 pytestmark = pytest.mark.model
 
@@ -32,7 +32,7 @@ ASKED: list[Any] = [{"role": "user", "content": "Give me a short recipe for panc
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0}, {"temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"])
-def test_parse_gives_the_same_object_with_speculation_and_without(client: OpenAI, settings: dict[str, Any]) -> None:  # noqa: F811
+def test_parse_gives_the_same_object_with_speculation_and_without(client: OpenAI, settings: dict[str, Any]) -> None:
     said = {}
     for method in ("medusa", "vanilla"):
         answer = client.chat.completions.parse(
@@ -55,7 +55,7 @@ def test_parse_gives_the_same_object_with_speculation_and_without(client: OpenAI
     assert said["medusa"] == said["vanilla"]
 
 
-def test_a_streamed_answer_and_its_cut(client: OpenAI) -> None:  # noqa: F811
+def test_a_streamed_answer_and_its_cut(client: OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=ASKED, response_format=Recipe, temperature=0) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Recipe)
@@ -63,7 +63,7 @@ def test_a_streamed_answer_and_its_cut(client: OpenAI) -> None:  # noqa: F811
         client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Recipe, temperature=0, max_tokens=8)
 
 
-def test_json_mode_and_other_servers_ways(client: OpenAI) -> None:  # noqa: F811
+def test_json_mode_and_other_servers_ways(client: OpenAI) -> None:
     def ask(**fields: Any) -> Any:
         format_ = {"response_format": fields.pop("response_format")} if "response_format" in fields else {}
         answer = client.chat.completions.create(

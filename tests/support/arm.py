@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 from array import array
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import platformdirs
 import torch
 from torch import Tensor
 
@@ -34,28 +37,35 @@ def unavailable() -> str | None:
     return f"no {' and no '.join(missing)} here: apt-get install gcc {PACKAGES}" if missing else None
 
 
-def build(machine: str, folder: Path, *, only: str | None = None) -> dict[str, Path]:
-    """The program for every variant of a machine, or one of them, compiled side by side."""
+def build(machine: str, *, only: str | None = None) -> dict[str, Path]:
+    """The program for every variant of a machine, or one of them, compiled side by side unless the cache has it."""
     compiler = COMPILER if machine == "aarch64" else "gcc"
-    running, made = [], {}
+    folder = Path(platformdirs.user_cache_dir("medusa-gateway")) / "native" / f"hashes-{_digest(compiler, machine)}"
+    folder.mkdir(parents=True, exist_ok=True)
     sources = [str(PROGRAM), str(lib.SOURCE_FOLDER / "variants.c")]
-    for variant, flags in lib.variant_flags(machine).items():
-        if only not in (None, variant):
-            continue
-        made[variant] = folder / f"{machine}-{variant}"
-        command = [
-            compiler,
-            *lib.FLAGS,
-            *STRICT,
-            "-static",
-            *flags,
-            f"-DMG_VARIANT={variant}",
-            f"-I{lib.SOURCE_FOLDER}",
-        ]
-        running.append(subprocess.Popen([*command, *sources, "-o", str(made[variant]), "-lm"]))
-    failed = [process.args for process in running if process.wait()]
-    assert not failed
+    variants = {name: each for name, each in lib.variant_flags(machine).items() if only in (None, name)}
+    made = {variant: folder / f"{machine}-{variant}" for variant in variants}
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        running = {}
+        for variant, flags in variants.items():
+            if not made[variant].exists():
+                options = [*lib.FLAGS, *STRICT, "-static", *flags, f"-DMG_VARIANT={variant}", f"-I{lib.SOURCE_FOLDER}"]
+                command = [compiler, *options, *sources, "-o", f"{scratch}/{variant}", "-lm"]
+                running[variant] = subprocess.Popen(command)
+        failed = [process.args for process in running.values() if process.wait()]
+        assert not failed
+        for variant in running:
+            Path(scratch, variant).replace(made[variant])
     return made
+
+
+def _digest(compiler: str, machine: str) -> str:
+    """Of all that the programs are made of."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    digest = hashlib.sha256("\0".join([version, *lib.FLAGS, *STRICT, repr(lib.variant_flags(machine))]).encode())
+    for source in (*(lib.SOURCE_FOLDER / name for name in lib.SOURCES), PROGRAM, PROGRAM.with_name("kernel_units.c")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def run(program: Path, *arguments: str | Path, cpu: str | None = None) -> list[str]:

@@ -138,10 +138,9 @@ def test_one_streamed_request_is_one_trace_with_all_its_spans(served: Served, st
         A.PLAN_HEADS: 4,
         A.PLAN_ACCEPTANCE: "exact",
         A.PLAN_TEMPERATURE: 0.5,
-        A.STATS_SOURCE: decide.get(A.STATS_SOURCE),
     }
     assert {name: decide.get(name) for name in expected} == expected
-    assert decide[A.STATS_SOURCE] in ("local", "fleet"), "whether the first round with the store is over"
+    assert decide[A.STATS_SOURCE] in ("local", "fleet"), "the fleet's as soon as the store was read, in a second or so"
     assert decide[A.REASON] in report["reason"]
 
     assert attributes_of(by_name["prefill"])[A.PROMPT_TOKENS] == usage.prompt_tokens

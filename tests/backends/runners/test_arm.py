@@ -22,19 +22,19 @@ __all__ = ["one_thread"]
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def programs() -> dict[str, Path]:
     if reason := arm.unavailable():
         pytest.skip(reason)
-    return arm.build("aarch64", tmp_path_factory.mktemp("arm"))
+    return arm.build("aarch64")
 
 
-def test_every_kernel(programs: dict[str, Path], tmp_path: Path) -> None:
+def test_every_kernel(programs: dict[str, Path]) -> None:
     """Linear layers, norms, rotation, attention, heads, eight bits, exponentials, rounding, maxima and draws, over
     random numbers and odd shapes. Here: by the lowest variant, which any machine of the kind runs."""
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("compares ARM with x86")
     lowest = list(lib.variant_flags())[-1]
-    here = arm.run(arm.build(platform.machine(), tmp_path, only=lowest)[lowest])
+    here = arm.run(arm.build(platform.machine(), only=lowest)[lowest])
     assert len(here) == 17
     with ThreadPoolExecutor() as workers:
         for variant, found in zip(programs, workers.map(arm.run, programs.values()), strict=True):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from tests.support.fakes import PATIENCE_S
 from tests.support.live_gateway import LiveGateway, running_gateway
 
 BOUNDED = settings(
@@ -61,7 +62,7 @@ def test_generated_bodies(schema: Any, path: str, mode: GenerationMode) -> None:
     @settings(BOUNDED, max_examples=150 if path in BODIES[:2] else 50)
     @given(case=schema[path]["POST"].as_strategy(generation_mode=mode))
     def run(case: Any) -> None:
-        case.call_and_validate(excluded_checks=[positive_data_acceptance])
+        case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=PATIENCE_S)
 
     run()
 
@@ -71,7 +72,7 @@ def test_generated_reads(schema: Any, path: str) -> None:
     @settings(BOUNDED, max_examples=10)
     @given(case=schema[path]["GET"].as_strategy())
     def run(case: Any) -> None:
-        case.call_and_validate(excluded_checks=[positive_data_acceptance])
+        case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=PATIENCE_S)
 
     run()
 
