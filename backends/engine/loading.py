@@ -37,8 +37,9 @@ from backends.runners.base import ModelRunner
 from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import torch_has_quick_bf16
 from backends.runners.hf import HfRunner
+from backends.runners.llama_shape import SUPPORTED
 from backends.runners.native.bindings import NativeUnavailable, load_library
-from backends.runners.native.runner import SUPPORTED, NativeRunner, unsupported_reason
+from backends.runners.native.runner import NativeRunner, unsupported_reason
 from backends.runners.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
 from backends.speculation.batch_gate import DraftGate
 from backends.types import ModelInfo
