@@ -29,6 +29,7 @@ from backends.sampling.rows import RowSampling
 
 log = logging.getLogger(__name__)
 
+
 def unsupported_reason(model: Any) -> str | None:
     """Why the native runner can't run this transformers model; None when it can."""
     config = model.config

@@ -223,10 +223,10 @@ def attend(
     )
 
 
-def copy_slots(pools: tuple[torch.Tensor, torch.Tensor], source: torch.Tensor, target: torch.Tensor, count: int) -> None:
+def copy_slots(
+    pools: tuple[torch.Tensor, torch.Tensor], source: torch.Tensor, target: torch.Tensor, count: int
+) -> None:
     """``pools`` [layers, pages, KV, 16, D] each: the first ``count`` slots of ``source`` to those of ``target``."""
     layers, _, kv, _, size = pools[0].shape
     block: Any = power_of_two(kv * size)
-    copy_slots_kernel[(count, layers)](
-        *pools, source, target, pools[0].stride(0), KV=kv, D=size, B=block, num_warps=4
-    )
+    copy_slots_kernel[(count, layers)](*pools, source, target, pools[0].stride(0), KV=kv, D=size, B=block, num_warps=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from typing import Any
 
@@ -15,11 +16,14 @@ from backends.runners.base import HeadsRunner
 from backends.runners.batch import PAGE_SIZE, StepBatch
 from backends.runners.torch_heads import heads_in_torch
 from backends.runners.triton import ops
+from backends.runners.triton.heads import TritonHeads, why_not_in_triton
 from backends.runners.triton.sampler import DeviceSampler
 from backends.runners.triton.tiling import Tiling, bucket_of, outputs_of
 from backends.runners.triton.weights import DeviceWeights, Progress, load_weights, unsupported_reason
 from backends.runners.triton.work_list import ITEM, items_of, lengths_of, most_items
 from backends.sampling.rows import RowSampling
+
+log = logging.getLogger(__name__)
 
 Ints = dict[str, torch.Tensor]
 
@@ -92,7 +96,7 @@ class TritonRunner:
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if batch.rows > self.max_rows:
             raise ValueError(f"{batch.rows} rows in a step of at most {self.max_rows}")
-        self._use_device()
+        self.use_device()
         rows = bucket_of(batch.rows, self.max_rows)
         outputs = outputs_of(batch.outputs, rows) if batch.outputs else 0
         self._ints.fill(batch)
@@ -167,7 +171,7 @@ class TritonRunner:
             self._graphs[key] = graph
         return self._graphs[key]
 
-    def _use_device(self) -> None:
+    def use_device(self) -> None:
         """Triton launches on the thread's current device, which a new thread has not set."""
         if self.device.type == "cuda" and self._bound_thread != threading.get_ident():
             torch.cuda.set_device(self.device)
@@ -178,7 +182,7 @@ class TritonRunner:
         if self._last_logits is not None and hidden.data_ptr() == self._state.hidden.data_ptr():
             # The step computed them already.
             return self._last_logits[: len(hidden)]
-        self._use_device()
+        self.use_device()
         hidden = hidden.to(self.device, self.dtype).contiguous()
         out = self._zeros(len(hidden), self.vocab_size, dtype=torch.float32)
         for at in range(0, len(hidden), self.max_rows):
@@ -190,23 +194,28 @@ class TritonRunner:
         if len(source) != len(target):
             raise ValueError(f"{len(source)} slots to copy from, {len(target)} to copy to")
         if source:
-            self._use_device()
+            self.use_device()
             pair = torch.tensor([source, target], dtype=torch.int32).to(self.device, non_blocking=True)
             ops.copy_slots((self._k_pool, self._v_pool), pair[0], pair[1], len(source))
 
     def argmax(self, logits: torch.Tensor, rows: list[int]) -> list[int]:
-        self._use_device()
+        self.use_device()
         return self._sampler.argmax(logits.to(self.device), rows)
 
     def sample(self, logits: torch.Tensor, rows: list[int], params: RowSampling) -> list[int]:
-        self._use_device()
+        self.use_device()
         return self._sampler.sample(logits.to(self.device), rows, params)
 
     def embed(self, token_ids: list[int]) -> torch.Tensor:
         return self.weights.embeddings[torch.tensor(token_ids, device=self.device)]
 
     def bind_heads(self, heads: MedusaHeads | ResidualHeads) -> HeadsRunner:
-        return heads_in_torch(self, heads)
+        if isinstance(heads, ResidualHeads):
+            return heads_in_torch(self, heads)
+        if reason := why_not_in_triton(heads):
+            log.warning("the heads run in torch operations, which is slower than the kernels: %s", reason)
+            return heads_in_torch(self, heads)
+        return TritonHeads(self, heads)
 
 
 class _State:
@@ -219,7 +228,9 @@ class _State:
         self.qkv, self.q = make(shape.projected), make(shape.heads, shape.size)
         self.attended, self.inner = make(shape.heads * shape.size), make(weights.inner)
         chains = max(
-            runner.tiling.chains(hidden, weight.shape[1]) for layer in weights.layers for weight in (layer.o, layer.down)
+            runner.tiling.chains(hidden, weight.shape[1])
+            for layer in weights.layers
+            for weight in (layer.o, layer.down)
         )
         self.part = runner._zeros(chains, rows, hidden, dtype=torch.float32)
         self.logits = make(runner.vocab_size, dtype=torch.float32)
@@ -245,7 +256,8 @@ class _StepInts:
             "pages": self._most_pages,
             "tail": 2 * PAGE_SIZE * rows,
         }
-        ends: dict[str, tuple[int, int]] = {}
+        self._copied = torch.cuda.Event() if runner.device.type == "cuda" else None
+        self._ends = ends = {}
         total = 0
         for name, size in sizes.items():
             ends[name] = (total, total + size)
@@ -258,6 +270,9 @@ class _StepInts:
     def fill(self, batch: StepBatch) -> None:
         """Rows that fill the bucket: token and position 0, no key, and the slot that nobody reads (R7)."""
         runner, arrays = self._runner, self._arrays
+        if self._copied is not None:
+            # A step without outputs is not waited for, and its numbers may not have been copied yet.
+            self._copied.synchronize()
         items = items_of(batch, runner.tiling, runner.weights.shape.group, runner._scratch)
         rows = batch.rows
         for name in ("tokens", "positions", "slots"):
@@ -272,4 +287,12 @@ class _StepInts:
             raise ValueError(f"{len(pages)} pages in a step of at most {self._most_pages}")
         arrays["pages"][: len(pages)] = pages
         arrays["tail"][: len(tail)] = tail
-        self._device.copy_(self._host, non_blocking=True)
+        used = {"items": items.size, "pages": len(pages), "tail": len(tail)}
+        self._copy(0, self._ends["items"][0])
+        for name, size in used.items():
+            self._copy(self._ends[name][0], self._ends[name][0] + size)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _copy(self, start: int, end: int) -> None:
+        self._device[start:end].copy_(self._host[start:end], non_blocking=True)
