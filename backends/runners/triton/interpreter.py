@@ -14,12 +14,14 @@ It says nothing of races, of how matrix instructions round inside, or of speed.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 K_STEP = 16
 _patched = False
@@ -42,6 +44,7 @@ def install() -> None:
     if _patched:
         return
     _patched = True
+    _interpret_the_language()
     # Every sum of integers is otherwise done twice more, in 64 bits, to see whether it overflows.
     options: Any = interpreter.InterpreterOptions
     interpreter.interpreter_builder.options = options(sanitize_overflow=False)
@@ -61,6 +64,16 @@ def install() -> None:
         return _Kept
 
     interpreter._patch_lang = patch_once
+
+
+def _interpret_the_language() -> None:
+    """The language's own functions (``tl.sum``, ``tl.zeros``) are kernels too: where triton was imported before it was
+    told to interpret, they would be compiled."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("triton.language")]
+    for space in (*modules, tl.tensor):
+        for name, value in list(vars(space).items()):
+            if isinstance(value, JITFunction):
+                setattr(space, name, interpreter.InterpretedFunction(value.fn))
 
 
 class _Kept:

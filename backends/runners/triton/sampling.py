@@ -83,13 +83,13 @@ def as_float(order):
 
 
 @triton.jit
-def mass_of(v, top, temperature):
-    """exp((v - top) / temperature) in units of 2**-40, as int64."""
-    return (tl.exp((v - top) / temperature) * WHOLE).to(tl.int64)
+def mass_of(v, top, inverse):
+    """exp((v - top) * inverse) in units of 2**-40, as int64; ``inverse``: one over the temperature."""
+    return (tl.exp((v - top) * inverse) * WHOLE).to(tl.int64)
 
 
 @triton.jit
-def amount_from(row, V, top, temperature, least, least_id, floor, floor_id, MASS: tl.constexpr, B: tl.constexpr):
+def amount_from(row, V, top, inverse, least, least_id, floor, floor_id, MASS: tl.constexpr, B: tl.constexpr):
     """How much of a row comes at or before a place in the order of falling logits, ties by rising id: tokens, or with
     MASS their weights. The place is (``least``, ``least_id``); what comes after (``floor``, ``floor_id``) is not
     counted."""
@@ -100,26 +100,26 @@ def amount_from(row, V, top, temperature, least, least_id, floor, floor_id, MASS
         o = ordered(v)
         kept = (i < V) & ((o > least) | ((o == least) & (i <= least_id)))
         kept = kept & ((o > floor) | ((o == floor) & (i <= floor_id)))
-        one = mass_of(v, top, temperature) if MASS else tl.full((B,), 1, tl.int64)
+        one = mass_of(v, top, inverse) if MASS else tl.full((B,), 1, tl.int64)
         total += tl.sum(tl.where(kept, one, 0), 0)
     return total
 
 
 @triton.jit
-def last_place(row, V, top, temperature, wanted, floor, floor_id, MASS: tl.constexpr, B: tl.constexpr):
+def last_place(row, V, top, inverse, wanted, floor, floor_id, MASS: tl.constexpr, B: tl.constexpr):
     """The first place in a row's order at which the amount from the start on is ``wanted`` or more, by bisection; the
     floor itself where there is none."""
     low, high = floor, ordered(top)
     # Invariant: the amount at `low` with all its ties is enough, or low is the floor.
     while low < high:
         middle = low + (high - low + 1) // 2
-        enough = amount_from(row, V, top, temperature, middle, ABSENT, floor, floor_id, MASS, B) >= wanted
+        enough = amount_from(row, V, top, inverse, middle, ABSENT, floor, floor_id, MASS, B) >= wanted
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     first, last = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64) + V - 1
     while first < last:
         middle = (first + last) // 2
-        enough = amount_from(row, V, top, temperature, low, middle, floor, floor_id, MASS, B) >= wanted
+        enough = amount_from(row, V, top, inverse, low, middle, floor, floor_id, MASS, B) >= wanted
         last = tl.where(enough, middle, last)
         first = tl.where(enough, first, middle + 1)
     return low, first
@@ -148,12 +148,13 @@ def filter_kernel(
     place_id = tl.full((), 0, tl.int64) + V
     finite = (top > float("-inf")) & (top < float("inf"))
     if finite & (temperature > 0.0):
+        inverse = 1.0 / temperature
         if (top_k > 0) & (top_k < V):
-            place, place_id = last_place(row, V, top, temperature, top_k.to(tl.int64), place, place_id, False, B)
+            place, place_id = last_place(row, V, top, inverse, top_k.to(tl.int64), place, place_id, False, B)
         if top_p < 1.0:
-            whole = amount_from(row, V, top, temperature, place, place_id, place, place_id, True, B)
+            whole = amount_from(row, V, top, inverse, place, place_id, place, place_id, True, B)
             wanted = tl.maximum(tl.ceil(whole.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
-            place, place_id = last_place(row, V, top, temperature, wanted, place, place_id, True, B)
+            place, place_id = last_place(row, V, top, inverse, wanted, place, place_id, True, B)
         if min_p > 0.0:
             least = ordered(top + temperature * tl.log(min_p))
             place_id = tl.where(least > place, V, place_id)
