@@ -51,7 +51,7 @@ def penalise_kernel(
     factor = tl.load(repetition + s)
     seen = (times > 0) | (tl.load(prompt + s * V + i, mask=keep, other=0) > 0)
     changed = tl.minimum(tl.where(v > 0, tl.div_rn(v, factor), v * factor), HIGHEST)
-    v = tl.where(seen & (factor != 1.0), changed, v)
+    v = tl.where(factor == 1.0, v, tl.where(seen, changed, v))
     v = tl.where(times > 0, v - (tl.load(frequency + s) * times.to(tl.float32) + tl.load(presence + s)), v)
     early = tl.load(counts + s * (V + 1) + V) + length < tl.load(least_tokens + s)
     ends = tl.load(ending + s * V + i, mask=keep, other=0) > 0
