@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
 from backends.engine.options import EngineOptions
+from backends.engine.runner_choice import choose_runner, device_of, kv_tokens_of, why_not_in_kernels, why_not_in_triton
 from backends.engine.start_stages import StartStages, tell
 from backends.engine.thread import Engine
 from backends.grammar.compiler import GrammarCompiler
@@ -34,16 +35,10 @@ from backends.models.tiny_architectures import tiny_architecture
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.architectures import UnsupportedModel, refusal
 from backends.runners.base import ModelRunner
-from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import torch_has_quick_bf16
-from backends.runners.hf import HfRunner
-from backends.runners.llama_shape import SUPPORTED, head_size
+from backends.runners.llama_shape import SUPPORTED
 from backends.runners.native.bindings import NativeUnavailable, load_library
-from backends.runners.native.runner import NativeRunner, unsupported_reason
 from backends.runners.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
-from backends.runners.triton.availability import why_not_triton
-from backends.runners.triton.memory import DeviceBudget, buffer_bytes
-from backends.runners.triton.tiling import GPU
 from backends.speculation.batch_gate import DraftGate
 from backends.types import ModelInfo
 
@@ -52,9 +47,6 @@ log = logging.getLogger(__name__)
 # Where a model's config.json says that it was adapted together with its heads, and from which model.
 ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
-
-_KV_BYTES = 2 << 30
-_WITHOUT_KERNELS = "which is slower where the kernels fit the CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ def _kernels_ahead(options: EngineOptions) -> Iterator[None]:
             load_library()
 
     wanted = (
-        options.runner in ("auto", "native") and options.quantize != "int4" and _device(options.device).type == "cpu"
+        options.runner in ("auto", "native") and options.quantize != "int4" and device_of(options.device).type == "cpu"
     )
     compiling = threading.Thread(target=compile_them if wanted else lambda: None, name="kernels", daemon=True)
     compiling.start()
@@ -153,7 +145,7 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     else:
         folder = options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
-    device = _device(options.device)
+    device = device_of(options.device)
     settle_for_the_cache(folder)
     # Known before gigabytes of weights are loaded.
     config = AutoConfig.from_pretrained(folder)
@@ -163,7 +155,7 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     check_quantization(options.quantize, config, device, dtype)
     if checkpoint_method(config) is None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        if _why_not_in_triton(options, model) is not None:
+        if why_not_in_triton(options, model) is not None:
             model.to(device)  # else the runner takes the weights there, layer by layer
     else:
         # Packed weights are made where they are to stay.
@@ -195,38 +187,11 @@ def _tiny_parts(options: EngineOptions, dtype: torch.dtype) -> ModelParts:
 
 def _quantize(model: Any, options: EngineOptions) -> None:
     """Through torchao, unless the kernels do it when they pack the weights."""
-    if options.quantize is None or _why_not_in_kernels(options, model) is None:
+    if options.quantize is None or why_not_in_kernels(options, model) is None:
         return
     if options.runner == "native" and options.quantize == "int4":
         raise QuantizationError("the native runner runs no int4 weights; leave --runner native out")
     quantize(model, options.quantize)  # type: ignore[arg-type]
-
-
-def _why_not_in_kernels(options: EngineOptions, model: Any) -> str | None:
-    """Why the native runner is not what runs a model with these options; None: it is."""
-    if options.runner == "transformers":
-        return "the transformers runner is asked for"
-    if options.quantize == "int4":
-        return "int4 weights"
-    if options.runner == "triton":
-        return "the triton runner is asked for"
-    if _device(options.device).type != "cpu":
-        return "it runs on the CPU only"
-    try:
-        load_library()
-    except NativeUnavailable as error:
-        return str(error)
-    return unsupported_reason(model)
-
-
-def _why_not_in_triton(options: EngineOptions, model: Any) -> str | None:
-    """Why the Triton kernels are not what runs a model with these options; None: they are."""
-    device = _device(options.device)
-    if options.runner not in ("auto", "triton") or (options.runner == "auto" and device.type != "cuda"):
-        return f"the {options.runner} runner is asked for"
-    if options.quantize is not None:
-        return "quantised weights"
-    return why_not_triton(model, device)
 
 
 def build_core(
@@ -256,8 +221,8 @@ def build_core(
         max_rows=max(256, max_running + 64),
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
-    kv_tokens = _kv_tokens(options, model, longest, max_running, engine_config.max_rows)
-    runner = _runner(options, model, kv_tokens, engine_config.max_rows, longest)
+    kv_tokens = kv_tokens_of(options, model, longest, max_running, engine_config.max_rows)
+    runner = choose_runner(options, model, kv_tokens, engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
     keeping, idle, factors = None, None, {}
     if cost is None:
@@ -310,83 +275,6 @@ def torch_resting(runner: ModelRunner) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> ModelRunner:
-    sizes = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
-    device = _device(options.device)
-    if (not_in_triton := _why_not_in_triton(options, model)) is None:
-        # Imported here: triton is an extra, and kernels decide at import whether they are interpreted.
-        from backends.runners.triton.runner import TritonRunner
-
-        return TritonRunner(model, device=device, progress=_tell_of_layers(), **sizes)
-    if options.runner == "triton":
-        raise ValueError(f"the triton runner can't run this model here: {not_in_triton}")
-    reason = _why_not_in_kernels(options, model)
-    if reason is None:
-        return NativeRunner(model, threads=options.threads, int8=options.quantize == "int8", **sizes)
-    if options.runner == "native":
-        raise ValueError(f"the native runner can't run this model here: {reason}")
-    if device.type == "cuda":
-        if options.runner == "auto":
-            raise UnsupportedModel(
-                f"the Triton kernels can't run this model on {device} ({not_in_triton}), and torch's own operations give "
-                "a row other bits in other company there. Take --device cpu; or --runner transformers, and trust it as "
-                "far as verify-lossless --device cuda --runner transformers goes"
-            )
-        log.warning(
-            "torch operations on CUDA are not exact by construction; run: medusa-gateway verify-lossless --device cuda "
-            "--runner transformers"
-        )
-        return HfRunner(model, **sizes)
-    plain = options.quantize != "int4" and checkpoint_method(model.config) is None
-    if options.runner == "auto" and plain:
-        log.warning("no C kernels here (%s): torch operations run the model, %s", reason, _WITHOUT_KERNELS)
-    return HfRunner(model, **sizes)
-
-
-def _tell_of_layers() -> Callable[[int, int], None]:
-    """A line now and then while weights go to the device: after each quarter of the layers."""
-    told = 0
-
-    def tell_of(done: int, layers: int) -> None:
-        nonlocal told
-        if 4 * done // layers > told:
-            told = 4 * done // layers
-            tell(f"weights of {done} of {layers} layers are on the device")
-
-    return tell_of
-
-
-def _kv_tokens(options: EngineOptions, model: Any, longest: int, max_running: int, max_rows: int) -> int:
-    if options.kv_tokens is not None:
-        if options.kv_tokens < PAGE_SIZE:
-            raise ValueError(f"kv_tokens is {options.kv_tokens}; at least {PAGE_SIZE} are needed")
-        return options.kv_tokens
-    config = model.config.get_text_config()
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * kv_heads * head_size(config) * model.dtype.itemsize
-    device = _device(options.device)
-    if device.type == "cuda" and _why_not_in_triton(options, model) is None:
-        free, _ = torch.cuda.mem_get_info(device)
-        budget = DeviceBudget(
-            free=free,
-            weights=sum(parameter.nbytes for parameter in model.parameters()),
-            buffers=buffer_bytes(
-                max_rows=max_rows,
-                max_context=longest,
-                hidden=config.hidden_size,
-                inner=config.intermediate_size,
-                heads=config.num_attention_heads,
-                head_size=head_size(config),
-                vocab=config.vocab_size,
-                itemsize=model.dtype.itemsize,
-                splits=GPU.splits(longest),
-            ),
-            per_token=per_token,
-        )
-        return budget.kv_tokens(longest, max_running * longest)
-    return max(longest, min(max_running * longest, _KV_BYTES // per_token))
-
-
 def _load_heads(options: EngineOptions, folder: str, backbone: BackboneFacts) -> LoadedHeads | None:
     """The heads that are asked for, else those that belong to the model; None when there are none."""
     if options.heads is not None:
@@ -395,14 +283,6 @@ def _load_heads(options: EngineOptions, folder: str, backbone: BackboneFacts) ->
         return load_checkpoint(DEMO_HEADS, backbone)
     # Heads that lie in the model's own folder: merged with its weights, or beside them.
     return load_checkpoint(folder, backbone) if Path(folder).is_dir() and holds_heads(Path(folder)) else None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name}: no CUDA device is available to torch here; use --device cpu")
-    return torch.device(name)
 
 
 def _dtype(options: EngineOptions, device: torch.device, model_type: str) -> torch.dtype:

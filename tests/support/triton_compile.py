@@ -113,7 +113,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int], str, 
 
 
 def measure() -> list[dict[str, Any]]:
-    """Of each binary: registers, bytes of stack, of spilled registers and of shared memory, and instructions by kind."""
+    """Of each binary: registers, bytes of stack, spilled registers and shared memory, and instructions by kind."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -170,8 +170,9 @@ def table(measured: list[dict[str, Any]]) -> str:
     lines = [
         "# What the GPU kernels take",
         "",
-        f"Compiled by triton {triton.__version__} without a GPU, by `python -m tests.support.triton_compile --write`; `make test` compiles them anew and compares.",
-        "No kernel spills a register or has a stack. Shapes are those of Llama-3-8B: 32 query and 8 key heads of 128, hidden size 4096.",
+        f"Compiled by triton {triton.__version__} without a GPU, by `python -m tests.support.triton_compile --write`; "
+        "`make test` compiles them anew and compares. No kernel spills a register or has a stack. Shapes are those of "
+        "Llama-3-8B: 32 query and 8 key heads of 128, hidden size 4096.",
         "",
         "| kernel | sm | registers | shared memory, bytes | matrix instructions |",
         "|---|--:|--:|--:|---|",

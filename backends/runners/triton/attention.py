@@ -32,11 +32,11 @@ def attend_kernel(
     """One piece of attention after another, for rows that see the same keys in it.
 
     ``q`` [rows, KV * GROUP, D]; pools [pages, KV, 16, D]; ``items`` [n, 8] as :mod:`backends.runners.triton.work_list`
-    makes them, ``num_items`` [1] of them; ``row_n`` [rows]: keys that each row sees. ``pages`` and ``tail``: page tables
-    and slots that items point into. ``scale_log2``: the scores' scale times log2(e). WINDOW: keys that a row sees at
-    most, 0 for all. Out: of each piece the weighted values, not yet divided, ``part_o`` [rows, SPLITS, heads, D], and
-    the maximum and the sum of the weights, ``part_ml`` [rows, SPLITS, heads, 2], float32. Grid: any number of programs;
-    they share the items times the key heads.
+    makes them, ``num_items`` [1] of them; ``row_n`` [rows]: keys that each row sees. ``pages`` and ``tail``: page
+    tables and slots that items point into. ``scale_log2``: the scores' scale times log2(e). WINDOW: keys that a row
+    sees at most, 0 for all. Out: of each piece the weighted values, not yet divided, ``part_o`` [rows, SPLITS, heads,
+    D], and the maximum and the sum of the weights, ``part_ml`` [rows, SPLITS, heads, 2], float32. Grid: any number of
+    programs; they share the items times the key heads.
 
     R1: BM is 64 on a GPU, for any number of rows. R2: a tile's scores and its weighted values each go through one
     accumulator. R4: a piece starts empty and goes through tiles of KT keys that start at multiples of KT; a tile that a
@@ -109,7 +109,8 @@ def merge_kernel(
     KT: tl.constexpr,
     HB: tl.constexpr,
 ):
-    """A row's pieces, as :func:`attend_kernel` left them, into ``out`` [rows, HEADS, D]. Grid: rows, blocks of HB heads.
+    """A row's pieces, as :func:`attend_kernel` left them, into ``out`` [rows, HEADS, D]. Grid: rows, blocks of HB
+    heads.
 
     R4: pieces are merged in ascending order by one formula; which there are says the row's own length ``row_n`` [rows],
     as ``Tiling.pieces`` does. R7: a row of no keys gets zeros.

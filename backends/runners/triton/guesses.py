@@ -31,9 +31,9 @@ def head_input_kernel(states, above, table, tokens, taken, out, H, TOKEN: tl.con
 
 @triton.jit
 def block_top_kernel(logits, values, columns, tops, sums, V, stride, BLOCKS, K: tl.constexpr, B: tl.constexpr):
-    """The K best of one block of a row's ``logits`` [rows, V] float32, best first, ties by the lower column: ``values``,
-    ``columns`` [rows, BLOCKS, K]; and the block's maximum and its sum of exp(logit - maximum): ``tops``, ``sums``
-    [rows, BLOCKS]. Grid: rows, blocks. Guesses decide nothing about tokens, so the sum may be of floats."""
+    """The K best of one block of a row's ``logits`` [rows, V] float32, best first, ties by the lower column:
+    ``values``, ``columns`` [rows, BLOCKS, K]; and the block's maximum and its sum of exp(logit - maximum): ``tops``,
+    ``sums`` [rows, BLOCKS]. Grid: rows, blocks. Guesses decide nothing about tokens, so the sum may be of floats."""
     r, block = tl.program_id(0), tl.program_id(1)
     i = block * B + tl.arange(0, B)
     v = tl.load(logits + r.to(tl.int64) * stride + i, mask=i < V, other=float("-inf"))

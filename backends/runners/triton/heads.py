@@ -111,7 +111,7 @@ class TritonHeads:
             hidden,
             TOKEN=self._token,
             B=power_of_two(hidden),
-            num_warps=8,
+            **ops.launch(8),
         )
         ops.linear(tiling, fed, self._up[head], inner, rows, bias=self._bias[head], silu=True)
         ops.linear(tiling, inner, self._down[head], made, rows, residual=taken)
@@ -130,7 +130,7 @@ class TritonHeads:
         tops, sums = empty(rows, blocks), empty(rows, blocks)
         tokens, chances = empty(rows, k, dtype=torch.int32), empty(rows, k)
         block_top_kernel[(rows, blocks)](
-            logits, values, columns, tops, sums, vocab, logits.stride(0), blocks, K=k, B=block, num_warps=4
+            logits, values, columns, tops, sums, vocab, logits.stride(0), blocks, K=k, B=block, **ops.launch(4)
         )
         top_kernel[(rows,)](
             values,
@@ -144,6 +144,6 @@ class TritonHeads:
             IDS=self._ids is not None,
             K=k,
             B=power_of_two(blocks * k),
-            num_warps=4,
+            **ops.launch(4),
         )
         return tokens, chances

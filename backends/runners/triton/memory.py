@@ -17,7 +17,8 @@ class DeviceTooSmall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class DeviceBudget:
-    """Bytes: ``free`` on the device now, ``weights`` and ``buffers`` still to come, ``per_token`` of keys and values."""
+    """Bytes: ``free`` on the device now, ``weights`` and ``buffers`` still to come, ``per_token`` of keys and
+    values."""
 
     free: int
     weights: int

@@ -22,10 +22,13 @@ from backends.runners.triton.linear import linear_kernel
 from backends.runners.triton.rows import add_norm_kernel, copy_slots_kernel, rotate_store_kernel, take_kernel
 
 INTERPRETED: bool = bool(knobs.runtime.interpret)
-# R5: without contraction of a product and a sum, which a compiler does here and not there.
-_EXACT = {"enable_fp_fusion": False}
 # From here on one program sums all chains of a linear layer: partial sums of many rows would cost more than they gain.
 _MOST_SPLIT_ROWS = 64
+
+
+def launch(warps: int, stages: int = 3) -> dict[str, Any]:
+    """A launch's options. R5: no product and sum are contracted, which a compiler does here and not there."""
+    return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
 
 
 def default_tiling() -> Tiling:
@@ -64,8 +67,8 @@ def linear(
     tile: LinearTile | None = None,
     split: bool | None = None,
 ) -> int:
-    """``out`` [rows, N], or partial sums in ``part``, of ``x`` [rows, K]; see ``linear_kernel``. Returns how many partial
-    sums there are, 0 when ``out`` is whole. ``tile`` and ``split``: for tests; they change no bit."""
+    """``out`` [rows, N], or partial sums in ``part``, of ``x`` [rows, K]; see ``linear_kernel``. Returns how many
+    partial sums there are, 0 when ``out`` is whole. ``tile`` and ``split``: for tests; they change no bit."""
     n, k = weight.shape[0] // (2 if gated else 1), weight.shape[1]
     chains = 1 if part is None else tiling.chains(n, k)
     if split is None:
@@ -95,9 +98,7 @@ def linear(
         BR=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
-        num_warps=4,
-        num_stages=tile.stages,
-        **_EXACT,
+        **launch(4, tile.stages),
     )
     return 0 if part is None else chains if split else 1
 
@@ -105,7 +106,7 @@ def linear(
 def take(table: torch.Tensor, index: torch.Tensor, out: torch.Tensor, rows: int) -> None:
     """``out[r] = table[index[r]]`` for ``rows`` rows."""
     width = table.shape[1]
-    take_kernel[(rows,)](table, index, out, width, B=power_of_two(width), num_warps=4)
+    take_kernel[(rows,)](table, index, out, width, B=power_of_two(width), **launch(4))
 
 
 def add_norm(
@@ -113,9 +114,7 @@ def add_norm(
 ) -> None:
     """``x`` += the ``chains`` partial sums; ``normed``: its RMS norm."""
     width = x.shape[1]
-    add_norm_kernel[(rows,)](
-        x, part, weight, normed, rows, width, eps, SEGS=chains, B=power_of_two(width), num_warps=8, **_EXACT
-    )
+    add_norm_kernel[(rows,)](x, part, weight, normed, rows, width, eps, SEGS=chains, B=power_of_two(width), **launch(8))
 
 
 def rotate_store(
@@ -148,8 +147,7 @@ def rotate_store(
         D=shape.size,
         NORM=norms is not None,
         HB=block,
-        num_warps=4,
-        **_EXACT,
+        **launch(4),
     )
 
 
@@ -201,9 +199,7 @@ def attend(
         WINDOW=shape.window,
         BM=tiling.queries,
         KT=tiling.tile,
-        num_warps=4,
-        num_stages=2,
-        **_EXACT,
+        **launch(4, 2),
     )
     block = min(tiling.heads, power_of_two(shape.heads))
     merge_kernel[(rows, -(-shape.heads // block))](
@@ -218,8 +214,7 @@ def attend(
         PIECE=tiling.piece,
         KT=tiling.tile,
         HB=block,
-        num_warps=4,
-        **_EXACT,
+        **launch(4),
     )
 
 
@@ -228,5 +223,5 @@ def copy_slots(
 ) -> None:
     """``pools`` [layers, pages, KV, 16, D] each: the first ``count`` slots of ``source`` to those of ``target``."""
     layers, _, kv, _, size = pools[0].shape
-    block: Any = power_of_two(kv * size)
-    copy_slots_kernel[(count, layers)](*pools, source, target, pools[0].stride(0), KV=kv, D=size, B=block, num_warps=4)
+    block = power_of_two(kv * size)
+    copy_slots_kernel[(count, layers)](*pools, source, target, pools[0].stride(0), KV=kv, D=size, B=block, **launch(4))

@@ -33,8 +33,8 @@ def penalise_kernel(
     ``sequence`` [rows]: whose row it is. By sequence: ``counts`` [n, V] int32 of the answer's tokens so far, ``prompt``
     and ``ending`` [n, V] int8 marks, ``bias`` [n, V] float32, ``repetition``, ``frequency``, ``presence`` float32 and
     ``least_tokens`` int32 [n], and the number of answered tokens in ``counts``' own column V, so [n, V + 1]. ``path``
-    [rows, DEPTH]: tokens of the row's ancestors in this step and of the row itself, the root's left out, ``path_length``
-    [rows] of them: known before any is accepted. Grid: rows, blocks of V.
+    [rows, DEPTH]: tokens of the row's ancestors in this step and of the row itself, the root's left out,
+    ``path_length`` [rows] of them: known before any is accepted. Grid: rows, blocks of V.
 
     R5: each logit by itself, divided as IEEE 754 has it. R6: counts are integers.
     """
@@ -46,7 +46,7 @@ def penalise_kernel(
     v = v + tl.load(bias + s * V + i, mask=keep, other=0.0)
     times = tl.load(counts + s * (V + 1) + i, mask=keep, other=0)
     length = tl.load(path_length + r)
-    for step in range(0, length):
+    for step in range(length):
         times = times + (tl.load(path + r * DEPTH + step) == i).to(tl.int32)
     factor = tl.load(repetition + s)
     seen = (times > 0) | (tl.load(prompt + s * V + i, mask=keep, other=0) > 0)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from backends.runners.triton import ops  # noqa: F401 - decides first whether kernels are interpreted
+from backends.runners.triton import ops
 from backends.runners.triton.sampling import best_kernel, block_best_kernel, filter_kernel, race_kernel
 from backends.runners.triton.tiling import Tiling, power_of_two
 from backends.sampling.rows import RowSampling
-
-_EXACT = {"enable_fp_fusion": False}
 
 
 class DeviceSampler:
@@ -35,14 +33,16 @@ class DeviceSampler:
         return empty(count, blocks), empty(count, blocks, dtype=ints), empty(count), empty(count, dtype=ints)
 
     def _merge(self, best: torch.Tensor, ids: torch.Tensor, highest: torch.Tensor, token: torch.Tensor) -> None:
-        best_kernel[(len(token),)](best, ids, highest, token, self._blocks, B=power_of_two(self._blocks), num_warps=4)
+        best_kernel[(len(token),)](
+            best, ids, highest, token, self._blocks, B=power_of_two(self._blocks), **ops.launch(4)
+        )
 
     def _best(
         self, logits: torch.Tensor, index: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         best, ids, highest, token = self._grid(len(index))
         block_best_kernel[(len(index), self._blocks)](
-            logits, index, best, ids, self._vocab, logits.stride(0), self._blocks, B=self._block, num_warps=4
+            logits, index, best, ids, self._vocab, logits.stride(0), self._blocks, B=self._block, **ops.launch(4)
         )
         self._merge(best, ids, highest, token)
         return best, ids, highest, token
@@ -82,8 +82,7 @@ class DeviceSampler:
                 vocab,
                 stride,
                 B=self._block,
-                num_warps=8,
-                **_EXACT,
+                **ops.launch(8),
             )
         race_kernel[(count, self._blocks)](
             logits,
@@ -99,8 +98,7 @@ class DeviceSampler:
             stride,
             self._blocks,
             B=self._block,
-            num_warps=4,
-            **_EXACT,
+            **ops.launch(4),
         )
         self._merge(best, ids, highest, token)
         return token

@@ -1,4 +1,4 @@
-"""Drawing one token from each row: filters, noise keyed by the row's own random number, and the lowest id of the maximum.
+"""Drawing one token from each row: filters, a random number for each token, and the lowest id of the maximum.
 
 A token is drawn by a race (Gumbel, 1954; "Gumbel-max"): each token's logit over the temperature, less the logarithm of
 an exponential random number of its own, and the highest wins. The probabilities are those of the softmax, and what is
@@ -56,8 +56,8 @@ def block_best_kernel(logits, index, best, best_id, V, stride, BLOCKS, B: tl.con
 
 @triton.jit
 def best_kernel(best, best_id, highest, token, BLOCKS, B: tl.constexpr):
-    """Over a row's blocks: the maximum into ``highest`` [rows] float32, the lowest id that has it into ``token`` [rows],
-    -1 where the maximum is not finite. Grid: rows. R6: maxima and minima of integers."""
+    """Over a row's blocks: the maximum into ``highest`` [rows] float32, the lowest id that has it into ``token``
+    [rows], -1 where the maximum is not finite. Grid: rows. R6: maxima and minima of integers."""
     r = tl.program_id(0)
     i = tl.arange(0, B)
     v = tl.load(best + r * BLOCKS + i, mask=i < BLOCKS, other=float("-inf"))

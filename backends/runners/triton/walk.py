@@ -26,9 +26,8 @@ def walk_kernel(
 
     ``drawn``, ``tokens``, ``parents`` [rows]: the token drawn at a row, the one that it holds, and its parent's row
     counted from the root's 0 (the root's own: -1). ``first_row``, ``num_rows`` [sequences]. Out: ``out_tokens``,
-    ``out_rows`` [sequences, DEPTH + 1] and how many of them count, ``out_count`` [sequences]. A drawn -1 is no token and
-    ends the walk. Grid: sequences. R6: integers only.
-    """
+    ``out_rows`` [sequences, DEPTH + 1] and how many of them count, ``out_count`` [sequences]. A drawn -1 is no token
+    and ends the walk. Grid: sequences. R6: integers only."""
     s = tl.program_id(0)
     first, rows = tl.load(first_row + s), tl.load(num_rows + s)
     i = tl.arange(0, B)
@@ -69,9 +68,8 @@ def commit_kernel(
     """Keys and values of accepted candidates from their slots into their sequence's pages, in every layer.
 
     ``out_rows``, ``out_count``: what :func:`walk_kernel` found. ``slots`` [rows]: where each row's key lies.
-    ``root_position``, ``page_at`` [sequences]: the root's position, and where the page table begins in ``pages``. LAYER:
-    elements from one layer to the next. Grid: sequences, layers. R5: a copy.
-    """
+    ``root_position``, ``page_at`` [sequences]: the root's position, and where the page table begins in ``pages``.
+    LAYER: elements from one layer to the next. Grid: sequences, layers. R5: a copy."""
     s = tl.program_id(0)
     base = tl.program_id(1).to(tl.int64) * LAYER
     first, position, at = tl.load(first_row + s), tl.load(root_position + s), tl.load(page_at + s)

@@ -38,8 +38,8 @@ class HeadShape:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """``qkv`` [(heads + 2 kv_heads) size, H], ``o`` [H, heads size], ``gate_up`` [2 inner, H]: gates, then ups, ``down``
-    [H, inner]; norms [H]; ``qkv_bias`` or None; ``head_norms``: of queries and keys [size] each, or None."""
+    """``qkv`` [(heads + 2 kv_heads) size, H], ``o`` [H, heads size], ``gate_up`` [2 inner, H]: gates, then ups,
+    ``down`` [H, inner]; norms [H]; ``qkv_bias`` or None; ``head_norms``: of queries and keys [size] each, or None."""
 
     qkv: torch.Tensor
     o: torch.Tensor

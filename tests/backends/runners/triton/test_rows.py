@@ -146,9 +146,7 @@ def test_the_walk_accepts_what_sample_and_match_accepts_and_its_keys_are_kept() 
     pool = torch.randn(2, 48 + -(-total // 16), 1, 16, 16, generator=torch.Generator().manual_seed(0))
     pools = on_device(pool.clone()), on_device(pool.clone())
     arguments: Any = (rows, count, given["first"], ints(slots), ints(positions), ints([2 * s for s in range(24)]))
-    commit_kernel[(24, 2)](
-        *pools, *arguments, ints(list(range(48))), pool.stride(0), KV=1, D=16, DEPTH=depth, B=16
-    )
+    commit_kernel[(24, 2)](*pools, *arguments, ints(list(range(48))), pool.stride(0), KV=1, D=16, DEPTH=depth, B=16)
     for s, (_, want_rows) in enumerate(expected):
         for step, row in enumerate(want_rows[1:], start=1):
             source, position = slots[first[s] + row], positions[s] + step

@@ -1,4 +1,5 @@
-"""Drawing on the device: the same filters as on the CPU, the same token however the vocabulary is cut, and penalties."""
+"""Drawing on the device: the same filters as on the CPU, the same token however the vocabulary is cut, and
+penalties."""
 
 from __future__ import annotations
 
@@ -102,9 +103,7 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
 def test_a_row_s_key_is_that_of_the_cpu() -> None:
     seeds, positions = [0, 1, 2**63 - 1, 12345678901234567], [0, 7, 123456, 5]
     keys = torch.zeros(4, dtype=torch.int64, device=DEVICE)
-    row_key_kernel[(1,)](
-        torch.tensor(seeds, device=DEVICE), torch.tensor(positions, device=DEVICE), keys, 4, B=4
-    )
+    row_key_kernel[(1,)](torch.tensor(seeds, device=DEVICE), torch.tensor(positions, device=DEVICE), keys, 4, B=4)
     expected = [int(keyed_uniform(seed, position) * 2**53) for seed, position in zip(seeds, positions, strict=True)]
     assert keys.tolist() == expected
 
