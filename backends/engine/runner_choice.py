@@ -85,8 +85,8 @@ def choose_runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: 
         if options.runner == "auto":
             raise UnsupportedModel(
                 f"the Triton kernels can't run this model on {device} ({not_in_triton}), and torch's own operations "
-                "give a row other bits in other company there. Take --device cpu; or --runner transformers, and trust it "
-                "as far as verify-lossless --device cuda --runner transformers goes"
+                "give a row other bits in other company there. Take --device cpu; or --runner transformers, and trust "
+                "it as far as verify-lossless --device cuda --runner transformers goes"
             )
         log.warning(
             "torch operations on CUDA are not exact by construction; run: medusa-gateway verify-lossless --device cuda "
