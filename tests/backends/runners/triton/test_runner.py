@@ -17,6 +17,7 @@ from backends.proof.lossless import LosslessReport, verify_lossless
 from backends.runners.base import ProposalRequest
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
 from backends.runners.torch_heads import heads_in_torch
+from backends.runners.triton.tiling import bucket_of, outputs_of
 from tests.backends.runners.triton.device import DEVICE
 from tests.support.engine_helpers import FLAT_COST, one_thread, random_prompt
 
@@ -119,6 +120,23 @@ def test_states_that_a_step_did_not_give_have_the_same_logits() -> None:
     of_the_step = runner.logits(hidden).clone()
     assert torch.equal(runner.logits(hidden.clone()), of_the_step)
     assert torch.equal(runner.logits(hidden[2:3].clone())[0], of_the_step[2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_graph_gives_the_bits_of_its_body_in_every_bucket(dtype: torch.dtype) -> None:
+    """On a device only: the interpreter has no graphs. The first row is the same in each bucket, alone or not."""
+    runner, first = make("llama", dtype), []
+    for nodes in (0, 3, 11, 30, 60):
+        batch = BatchBuilder(PAGES * PAGE_SIZE)
+        batch.add_tree([3], 7, 0, list(range(1, nodes + 1)), [0] * nodes)
+        step = batch.build()
+        replayed = runner.logits(runner.forward(step)).clone()
+        rows = bucket_of(step.rows, runner.max_rows)
+        runner._body(rows, outputs_of(step.outputs, rows))
+        assert torch.equal(runner.logits(runner._state.hidden[: step.outputs]), replayed)
+        first.append(replayed[0])
+    assert all(torch.equal(each, first[0]) for each in first)
 
 
 def test_more_rows_than_a_step_holds_are_refused() -> None:
