@@ -67,7 +67,7 @@ def why_not_in_triton(options: EngineOptions, model: Any) -> str | None:
 def choose_runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> ModelRunner:
     """The runner for a loaded transformers model. Raises ValueError where the one that is asked for, or any that is
     exact on the device, can't run it."""
-    sizes = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
+    sizes: dict[str, Any] = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
     device = device_of(options.device)
     if (not_in_triton := why_not_in_triton(options, model)) is None:
         # Imported here: triton is an extra, and kernels decide at import whether they are interpreted.

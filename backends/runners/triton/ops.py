@@ -1,5 +1,8 @@
 """Launching the kernels: grids, tiles and options. Nothing here allocates, so that a CUDA graph can hold all of it."""
 
+# Numbers that a kernel is compiled for are given as ints.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,8 @@
 """Tokens drawn on the device: what ``argmax`` and ``sample`` of the runner do, one copy back for all rows."""
 
+# Numbers that a kernel is compiled for are given as ints.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 import numpy as np
