@@ -24,6 +24,7 @@ from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
 from backends.engine.options import EngineOptions
+from backends.engine.runner_choice import choose_runner, device_of, kv_tokens_of, why_not_in_kernels, why_not_in_triton
 from backends.engine.start_stages import StartStages, tell
 from backends.engine.thread import Engine
 from backends.grammar.compiler import GrammarCompiler
@@ -34,11 +35,9 @@ from backends.models.tiny_architectures import tiny_architecture
 from backends.models.tokenizer import HfTokenizer
 from backends.runners.architectures import UnsupportedModel, refusal
 from backends.runners.base import ModelRunner
-from backends.runners.batch import PAGE_SIZE
 from backends.runners.cpu_cores import torch_has_quick_bf16
-from backends.runners.hf import HfRunner
+from backends.runners.llama_shape import SUPPORTED
 from backends.runners.native.bindings import NativeUnavailable, load_library
-from backends.runners.native.runner import SUPPORTED, NativeRunner, unsupported_reason
 from backends.runners.quantize import QuantizationError, check_quantization, checkpoint_method, quantize
 from backends.speculation.batch_gate import DraftGate
 from backends.types import ModelInfo
@@ -48,9 +47,6 @@ log = logging.getLogger(__name__)
 # Where a model's config.json says that it was adapted together with its heads, and from which model.
 ADAPTATION_NOTE = "medusa_gateway"
 DEMO_HEADS = Path(__file__).parent.parent / "assets" / "smollm2-135m-instruct-heads"
-
-_KV_BYTES = 2 << 30
-_WITHOUT_KERNELS = "which is slower where the kernels fit the CPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,9 @@ def _kernels_ahead(options: EngineOptions) -> Iterator[None]:
         with contextlib.suppress(NativeUnavailable):
             load_library()
 
-    wanted = options.runner != "transformers" and options.quantize != "int4" and _device(options.device).type == "cpu"
+    wanted = (
+        options.runner in ("auto", "native") and options.quantize != "int4" and device_of(options.device).type == "cpu"
+    )
     compiling = threading.Thread(target=compile_them if wanted else lambda: None, name="kernels", daemon=True)
     compiling.start()
     yield
@@ -154,7 +152,7 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     else:
         folder = options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
-    device = _device(options.device)
+    device = device_of(options.device)
     settle_for_the_cache(folder)
     # Known before gigabytes of weights are loaded.
     config = AutoConfig.from_pretrained(folder)
@@ -164,7 +162,8 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     check_quantization(options.quantize, config, device, dtype)
     if checkpoint_method(config) is None:
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model.to(device)
+        if why_not_in_triton(options, model) is not None:
+            model.to(device)  # else the runner takes the weights there, layer by layer
     else:
         # Packed weights are made where they are to stay.
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
@@ -195,26 +194,11 @@ def _tiny_parts(options: EngineOptions, dtype: torch.dtype) -> ModelParts:
 
 def _quantize(model: Any, options: EngineOptions) -> None:
     """Through torchao, unless the kernels do it when they pack the weights."""
-    if options.quantize is None or _why_not_in_kernels(options, model) is None:
+    if options.quantize is None or why_not_in_kernels(options, model) is None:
         return
     if options.runner == "native" and options.quantize == "int4":
         raise QuantizationError("the native runner runs no int4 weights; leave --runner native out")
     quantize(model, options.quantize)  # type: ignore[arg-type]
-
-
-def _why_not_in_kernels(options: EngineOptions, model: Any) -> str | None:
-    """Why the native runner is not what runs a model with these options; None: it is."""
-    if options.runner == "transformers":
-        return "the transformers runner is asked for"
-    if options.quantize == "int4":
-        return "int4 weights"
-    if model.device.type != "cpu":
-        return "it runs on the CPU only"
-    try:
-        load_library()
-    except NativeUnavailable as error:
-        return str(error)
-    return unsupported_reason(model)
 
 
 def build_core(
@@ -246,7 +230,8 @@ def build_core(
         eos_token_ids=_eos_token_ids(model, tokenizer),
         prefix_cache=prefix_cache,
     )
-    runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
+    kv_tokens = kv_tokens_of(options, model, longest, max_running, engine_config.max_rows)
+    runner = choose_runner(options, model, kv_tokens, engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
     keeping, idle, factors = None, None, {}
     if cost is None:
@@ -299,35 +284,6 @@ def torch_resting(runner: ModelRunner) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: int, longest: int) -> NativeRunner | HfRunner:
-    sizes = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
-    reason = _why_not_in_kernels(options, model)
-    if reason is None:
-        return NativeRunner(model, threads=options.threads, int8=options.quantize == "int8", **sizes)
-    if options.runner == "native":
-        raise ValueError(f"the native runner can't run this model here: {reason}")
-    plain = options.quantize != "int4" and checkpoint_method(model.config) is None
-    if options.runner == "auto" and model.device.type == "cpu" and plain:
-        log.warning("no C kernels here (%s): torch operations run the model, %s", reason, _WITHOUT_KERNELS)
-    if model.device.type == "cuda":
-        log.warning(
-            "exactness on CUDA is not proven on this machine; run: medusa-gateway verify-lossless --device cuda"
-        )
-    return HfRunner(model, **sizes)
-
-
-def _kv_tokens(options: EngineOptions, model: Any, longest: int, max_running: int) -> int:
-    if options.kv_tokens is not None:
-        if options.kv_tokens < PAGE_SIZE:
-            raise ValueError(f"kv_tokens is {options.kv_tokens}; at least {PAGE_SIZE} are needed")
-        return options.kv_tokens
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * model.dtype.itemsize
-    return max(longest, min(max_running * longest, _KV_BYTES // per_token))
-
-
 def _load_heads(options: EngineOptions, folder: str, backbone: BackboneFacts) -> LoadedHeads | None:
     """The heads that are asked for, else those that belong to the model; None when there are none."""
     if options.heads is not None:
@@ -336,14 +292,6 @@ def _load_heads(options: EngineOptions, folder: str, backbone: BackboneFacts) ->
         return load_checkpoint(DEMO_HEADS, backbone)
     # Heads that lie in the model's own folder: merged with its weights, or beside them.
     return load_checkpoint(folder, backbone) if Path(folder).is_dir() and holds_heads(Path(folder)) else None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: no CUDA device is available to torch here; use --device cpu")
-    return torch.device(name)
 
 
 def _dtype(options: EngineOptions, device: torch.device, model_type: str) -> torch.dtype:

@@ -74,7 +74,7 @@ class EngineOptions:
     )
     runner: str = _option(
         "auto",
-        About("default: %(default)s", "--runner", in_file=False, choices=("auto", "native", "transformers")),
+        About("default: %(default)s", "--runner", in_file=False, choices=("auto", "native", "triton", "transformers")),
     )
     threads: int | None = _option(
         None, About("CPU threads; default: the cores, shared evenly by the file's CPU engines", limits=(1, 1024))

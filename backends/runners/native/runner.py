@@ -18,6 +18,7 @@ from backends.heads.residual import ResidualHeads
 from backends.runners.base import HeadsRunner
 from backends.runners.batch import ARRAYS, PAGE_SIZE, StepBatch
 from backends.runners.cpu_cores import usable_cores
+from backends.runners.llama_shape import foreign_to_llama, head_size
 from backends.runners.native import bindings as lib
 from backends.runners.native.arena import WeightArena, zeros
 from backends.runners.native.checked import address_of, matrix_of, refuse, values_of
@@ -28,39 +29,17 @@ from backends.sampling.rows import RowSampling
 
 log = logging.getLogger(__name__)
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-
 
 def unsupported_reason(model: Any) -> str | None:
     """Why the native runner can't run this transformers model; None when it can."""
     config = model.config
-    if config.model_type not in SUPPORTED:
-        return f"model type {config.model_type!r} is not one of {', '.join(SUPPORTED)}"
-    head_dim = _head_dim(config)
-    if config.hidden_act != "silu":
-        return f"activation {config.hidden_act!r} is not silu"
-    if head_dim % LANES or config.hidden_size % LANES or config.intermediate_size % LANES:
-        return "hidden, intermediate and head sizes must be multiples of 16"
-    if config.num_attention_heads % config.num_key_value_heads:
-        return f"{config.num_attention_heads} query heads are no multiple of {config.num_key_value_heads} key heads"
+    if reason := foreign_to_llama(model):
+        return reason
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         return "sliding window attention"
-    if getattr(config, "mlp_bias", False) or model.model.layers[0].self_attn.o_proj.bias is not None:
-        return "biases on the output or MLP projections"
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in ("default", "linear", "llama3", "yarn"):
-        return f"rope type {rope.get('rope_type')!r} changes with the length of the sequence"
-    if 2 * model.model.rotary_emb.inv_freq.shape[0] != head_dim:
-        return "rotary embedding over a part of each head"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"dtype {model.dtype}"
-    if getattr(config, "quantization_config", None) is not None:
-        return "quantised weights"
     return None
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 class NativeRunner:
@@ -106,7 +85,7 @@ class NativeRunner:
         self._is_bf16, self.int8 = int(self.dtype == torch.bfloat16), int8
         self._kept: list[torch.Tensor] = []  # tensors that C structures point into
         self.arena = WeightArena()
-        head_dim, kv_heads = _head_dim(config), config.num_key_value_heads
+        head_dim, kv_heads = head_size(config), config.num_key_value_heads
         scratch_pages = -(-max_rows // PAGE_SIZE)
         pool = (config.num_hidden_layers, num_pages + scratch_pages, kv_heads * head_dim * PAGE_SIZE)
         layers = (lib.Layer * pool[0])(*(self._layer(layer, config) for layer in model.model.layers))
@@ -267,7 +246,7 @@ class NativeRunner:
 
     def _layer(self, layer: Any, config: Any) -> lib.Layer:
         attention, mlp = layer.self_attn, layer.mlp
-        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, _head_dim(config)
+        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, head_size(config)
         q_size, kv_size = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
         qkv_size = q_size + 2 * kv_size
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
