@@ -64,7 +64,7 @@ class StubDevice:
     ``critical_s``, ``spent_s``: of the host since :meth:`begin`.
     """
 
-    kind, software, threads = "stub", "stub", 1
+    kind, software, threads, runs_ahead = "stub", "stub", 1, True
     dtype, device = torch.float32, torch.device("cpu")
     hidden_size, vocab_size, max_context = _HIDDEN, _VOCABULARY, _CONTEXT
 

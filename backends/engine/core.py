@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,24 @@ log = logging.getLogger(__name__)
 Emission = tuple[str, TokenChunk]
 # Called for every emitted token with request id, its absolute position, the token, and the logits [V] it came from.
 Observer = Callable[[str, int, int, torch.Tensor], None]
+
+
+class _Running(NamedTuple):
+    """A launched step: its hidden states [outputs, H], and when it began (seconds)."""
+
+    plan: StepPlan
+    hidden: torch.Tensor
+    began: float
+
+
+class _Untold(NamedTuple):
+    """What :meth:`StepAccounting.count` is told of a collected step."""
+
+    plan: StepPlan
+    outcomes: list[Outcome]
+    offers_ms: float
+    began: float
+    ended: float
 
 
 class EngineCore:
@@ -78,6 +97,9 @@ class EngineCore:
         self.scheduler = Scheduler(config, runner.num_pages, self.drafting, self.accounting, self.optional)
         # The present or last step; None while it is not planned.
         self._plan: StepPlan | None = None
+        # The step whose rows a device works on, and the one whose outcomes are in the sequences but not told.
+        self._running: _Running | None = None
+        self._untold: _Untold | None = None
         # What is to be told outlives a step that breaks: it is kept here until it is taken.
         self._outbox: list[Emission] = []
 
@@ -127,29 +149,61 @@ class EngineCore:
         self.scheduler.remove(request_id)
 
     def step(self) -> list[Emission]:
-        """Schedule, run one packed forward, verify, commit, account, and propose drafts for the next step.
+        """Run the rows of one step, take in what they brought, and tell it.
 
-        Raises what broke the step as a whole; :meth:`fail_step` then says what is to be told all the same.
+        A device that runs ahead gets the rows of the next step before texts are made of this one's, so that it does not
+        wait for them. Raises what broke the step as a whole; :meth:`fail_step` then says what is to be told all the
+        same.
         """
+        if self._running is None:
+            self._launch()
+        self._collect()
+        if self.runner.runs_ahead:
+            self._launch()
+        self._tell()
+        return self._take_outbox()
+
+    def _launch(self) -> None:
+        """Schedule, and run one packed forward."""
         plan = self._schedule()
         if plan.num_rows:
             began = self._clock()
-            hidden = self._run(plan)
-            if plan.scheduled:
-                outcomes = self._verify(plan, hidden)
-                self._commit(outcomes)
-                self.drafting.observe(plan, outcomes)
-                offers_ms = self.drafting.propose(plan, outcomes, hidden)
-                ended = self._mark_time(outcomes)
-                self.accounting.count(plan, outcomes, offers_ms, began, ended)
-                for outcome in outcomes:
-                    self._emit(outcome.scheduled.sequence)
-        return self._take_outbox()
+            self._running = _Running(plan, self._run(plan), began)
+
+    def _collect(self) -> None:
+        """Of the step that runs: verify, commit, and propose drafts for the next."""
+        running, self._running = self._running, None
+        if running is None or not running.plan.scheduled:
+            return
+        plan, hidden, began = running
+        outcomes = self._verify(plan, hidden)
+        self._commit(outcomes)
+        self.drafting.observe(plan, outcomes)
+        offers_ms = self.drafting.propose(plan, outcomes, hidden)
+        self._untold = _Untold(plan, outcomes, offers_ms, began, self._mark_time(outcomes))
+        for outcome in outcomes:
+            if outcome.scheduled.sequence.finish_reason is not None:
+                self.scheduler.remove(outcome.scheduled.sequence.id)
+
+    def _tell(self) -> None:
+        """Account for the step that was collected, and emit its texts."""
+        if self._untold is not None:
+            self.accounting.count(*self._untold)
+            self._emit_untold()
+
+    def _emit_untold(self) -> None:
+        for outcome in self._untold.outcomes if self._untold is not None else ():
+            if not outcome.scheduled.sequence.told:
+                self._emit(outcome.scheduled.sequence)
+        self._untold = None
 
     def fail_step(self, message: str) -> list[Emission]:
         """What is to be told after a step that broke as a whole. What had rows in it ends with ``message``, which the
         client reads; everything, if it broke before rows were dealt. An answer that was complete by then stays one.
         """
+        # What the step before has brought holds, whatever broke.
+        self._running = None
+        self._emit_untold()
         ended = {request_id for request_id, chunk in self._outbox if chunk.finish_reason is not None}
         for sequence in self._sequences_in_step():
             if not self.scheduler.is_running(sequence):
@@ -192,8 +246,11 @@ class EngineCore:
     def _verify(self, plan: StepPlan, hidden: torch.Tensor) -> list[Outcome]:
         """Draw tokens, follow the candidates that they match, and add them to the answers."""
         logits = self.runner.logits(hidden)
-        outcomes = []
-        for item, result in zip(plan.scheduled, verify(self.runner, logits, plan.scheduled), strict=True):
+        outcomes, scheduled = [], plan.scheduled
+        if self.runner.runs_ahead:
+            # Who was aborted meanwhile has no pages any more; what the device wrote into them is overwritten behind it.
+            scheduled = [item for item in scheduled if self.scheduler.is_running(item.sequence)]
+        for item, result in zip(scheduled, verify(self.runner, logits, scheduled), strict=True):
             outcome = Outcome(item, result)
             outcomes.append(outcome)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 
 from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
@@ -13,6 +14,7 @@ from backends.engine.prefill_share import share_rows
 from backends.engine.sequence import Sequence, SequenceStatus
 from backends.engine.step_plan import PrefillChunk, ScheduledSequence, StepPlan, StepPrice
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
+from backends.runners.native.rows import NativeRows, batches_here
 from backends.speculation.tree_builder import Draft
 from backends.types import EngineLoad
 
@@ -32,6 +34,7 @@ class Scheduler:
         self._accounting, self._optional = accounting, optional
         self._pages = PageManager(num_pages)
         self._scratch_base = num_pages * PAGE_SIZE
+        self._new_batch = batches_here()
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
         self._with_deadline: dict[str, Sequence] = {}
@@ -123,7 +126,7 @@ class Scheduler:
         chunks = self._prefill_chunks(prefilling, beside_decoding=bool(decoding)) if prefilling else []
         num_prefill_rows = sum([chunk.num_tokens for chunk in chunks]) if chunks else 0
         drafts = self._drafting.plan(decoding, num_prefill_rows=num_prefill_rows, num_prefilling=len(prefilling))
-        batch = BatchBuilder(self._scratch_base)
+        batch = self._new_batch(self._scratch_base)
         scheduled = self._add_decoding(batch, decoding, drafts)
         if chunks:
             scheduled += self._add_chunks(batch, chunks)
@@ -158,7 +161,7 @@ class Scheduler:
         return [PrefillChunk(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
 
     def _add_decoding(
-        self, batch: BatchBuilder, decoding: list[Sequence], drafts: DraftPlan
+        self, batch: BatchBuilder | NativeRows, decoding: list[Sequence], drafts: DraftPlan
     ) -> list[ScheduledSequence]:
         scheduled = []
         for index, sequence in enumerate(decoding):
@@ -168,7 +171,7 @@ class Scheduler:
             scheduled.append(_scheduled(sequence, draft, first_row, node_slots, is_decoding=True))
         return scheduled
 
-    def _add_chunks(self, batch: BatchBuilder, chunks: list[PrefillChunk]) -> list[ScheduledSequence]:
+    def _add_chunks(self, batch: BatchBuilder | NativeRows, chunks: list[PrefillChunk]) -> list[ScheduledSequence]:
         """Returns the sequences whose prompt ends with their chunk."""
         scheduled = []
         for sequence, num_tokens in chunks:
@@ -182,7 +185,7 @@ class Scheduler:
 
 
 def _scheduled(
-    sequence: Sequence, draft: Draft, first_row: int, node_slots: list[int], *, is_decoding: bool
+    sequence: Sequence, draft: Draft, first_row: int, node_slots: SequenceOf[int], *, is_decoding: bool
 ) -> ScheduledSequence:
     request = sequence.request
     return ScheduledSequence(

@@ -61,6 +61,12 @@ class Sequence:
     behind: Behind | None = None
     behind_at: float | None = None
     _unsent: list[int] = field(default_factory=list)
+    # Those of them that are not text yet.
+    _unread: list[int] = field(default_factory=list)
+    # Its last chunk has been taken.
+    told: bool = False
+    # Whether an answer's text can end it, or must be known with its logits at hand.
+    _reads_at_once: bool = field(init=False)
     _ending_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +86,7 @@ class Sequence:
         plan = self.request.plan
         if plan.method == "medusa" and plan.lookup and plan.tree is None:
             self.lookup = Lookup(self.tokens)
+        self._reads_at_once = bool(stops) or sampling.logprobs is not None
         if LogitProcessor.wanted(sampling) or self.request.grammar is not None:
             self.processor = LogitProcessor(
                 sampling,
@@ -118,12 +125,11 @@ class Sequence:
         if may_stop and token in self._ending_ids:
             self.finish_reason, self.stop_match = "stop", token
             return True
-        start = self.text.length
-        # Before the token is pushed: what its and the others' texts are depends on what stands there.
-        entry = None if sampling.logprobs is None else self._logprobs(token, logits[row], sampling.logprobs)
-        match = self.text.push(token, watch=may_stop)
-        if entry is not None and (match is None or start < self.text.length):
-            self.text.add_logprobs(start, entry)
+        match = None
+        if self._reads_at_once:
+            match = self._read(token, logits, row, watch=may_stop)
+        else:
+            self._unread.append(token)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
         elif self.processor is not None and self.processor.complete:
@@ -132,6 +138,16 @@ class Sequence:
         elif num_generated >= sampling.max_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+    def _read(self, token: int, logits: torch.Tensor, row: int, *, watch: bool) -> str | None:
+        """A token's text and log-probabilities; returns the stop string that it completes, if ``watch``."""
+        top, start = self.request.sampling.logprobs, self.text.length
+        # Before the token is pushed: what its and the others' texts are depends on what stands there.
+        entry = None if top is None else self._logprobs(token, logits[row], top)
+        match = self.text.push(token, watch=watch)
+        if entry is not None and (match is None or start < self.text.length):
+            self.text.add_logprobs(start, entry)
+        return match
 
     @property
     def speedup(self) -> float:
@@ -172,6 +188,10 @@ class Sequence:
     def take_chunk(self) -> TokenChunk:
         """Everything that may be sent now; the last chunk carries reason and statistics."""
         final = self.finish_reason is not None
+        # Text that decides nothing is made here, where a device already works on the next step.
+        unread, self._unread, self.told = self._unread, [], final
+        for token in unread:
+            self.text.push(token, watch=False)
         text, logprobs = self.text.take(final=final)
         token_ids, self._unsent = tuple(self._unsent), []
         return TokenChunk(

@@ -62,6 +62,7 @@ class HfRunner:
         self._logit_scale: float = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.runs_ahead = self.device.type != "cpu"
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
         self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
         expected = self._own_logits(max_context)

@@ -80,6 +80,7 @@ class NativeRunner:
     """
 
     kind = "native"
+    runs_ahead = False
 
     def __init__(
         self,
