@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from backends.cost.calibration import Calibration
+from backends.cost.device_cost import StepTable
 from backends.cost.step_cost import StepCost
 from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
@@ -75,11 +76,13 @@ class EngineCore:
         gate: DraftGate | None = None,
         calibration: Calibration | None = None,
         drafters: SequenceOf[Drafter] = (),
+        steps: StepTable | None = None,
     ) -> None:
-        """``drafters``: who guesses beside heads and prompt lookup."""
+        """``drafters``: who guesses beside heads and prompt lookup. ``steps``: what steps cost by context too; then
+        ``cost`` is that of the first one only."""
         self.runner, self.heads, self.tokenizer = runner, heads, tokenizer
         self.config, self.cost = config, cost
-        self._clock, self._observer = clock, observer
+        self._clock, self._observer, self._steps = clock, observer, steps
         self.optional = OptionalParts(clock)
         self.gate, calibration = gate or DraftGate(cost), calibration or Calibration()
         self.accounting = StepAccounting(cost, calibration, self.optional)
@@ -165,6 +168,8 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Schedule, and run one packed forward."""
+        if self._steps is not None and (cost := self._steps.at(self.scheduler.mean_context)) is not self.cost:
+            self.use_cost(cost)
         plan = self._schedule()
         if plan.num_rows:
             began = self._clock()

@@ -15,11 +15,12 @@ import torch
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
 from backends.cost.calibration import Calibration
+from backends.cost.device_cost import CONTEXTS, event_timer, measure_steps
 from backends.cost.fingerprint import facts_of
 from backends.cost.idle import IdleMeasuring
 from backends.cost.persistence import CostKeeping
 from backends.cost.probe import EARLY_ROWS, MEASURE_S, ROWS, CostProbe
-from backends.cost.step_cost import StepCost
+from backends.cost.step_cost import Budget, StepCost
 from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
@@ -239,8 +240,15 @@ def build_core(
     )
     runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
-    keeping, idle, factors = None, None, {}
-    if cost is None:
+    keeping, idle, factors, steps = None, None, {}, None
+    if cost is None and runner.row_buckets:
+        tell(f"measuring what steps of {parts.name} cost (at most {MEASURE_S:g} s)")
+        with (stages or StartStages()).stage("measuring"):
+            budget, timer = Budget(MEASURE_S, time.perf_counter), event_timer(runner.device)
+            heads_ms = CostProbe(runner, bound).measure_heads()
+            steps = measure_steps(runner, runner.row_buckets, timer, budget, heads_ms)
+        cost = steps.at(CONTEXTS[0])
+    elif cost is None:
         facts = facts_of(runner, model.config, heads, options.quantize)
         keeping = CostKeeping(facts, cost_stores, time.time, measure_anew=options.measure_anew)
         probe = CostProbe(runner, bound, most_rows=early_rows)
@@ -272,6 +280,7 @@ def build_core(
         observer,
         gate,
         calibration or Calibration(start=factors),
+        steps=steps,
     )
     grammars = GrammarCompiler(tokenizer.to_json, runner.vocab_size, engine_config.eos_token_ids)
     return LoadedCore(core, tokenizer, info, grammars, keeping, idle)

@@ -48,6 +48,12 @@ class Scheduler:
         """Sequences that have their pages, in order of admission."""
         return list(self._running.values())
 
+    @property
+    def mean_context(self) -> float:
+        """Tokens of a running sequence on average; 0 when none runs."""
+        running = self._running.values()
+        return sum([len(sequence.tokens) for sequence in running]) / len(running) if running else 0.0
+
     def load(self, now: float) -> EngineLoad:
         return EngineLoad(
             running=len(self._running),

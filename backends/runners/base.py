@@ -131,11 +131,15 @@ class ModelRunner(RowSampler, Protocol):
 
     ``runs_ahead``: :meth:`forward` and :meth:`logits` return while a device still works on them, and everything asked
     later is done after them. The engine then launches a step before it makes text of the one before.
+
+    ``row_buckets``: the numbers of rows that steps are filled up to, ascending, so that all of a bucket take the same
+    time (:mod:`backends.cost.device_cost`); empty: every row counts.
     """
 
     kind: str
     software: str
     runs_ahead: bool
+    row_buckets: Sequence[int]
     dtype: torch.dtype
     device: torch.device
     hidden_size: int

@@ -48,6 +48,7 @@ class HfRunner:
     """
 
     kind = "transformers"
+    row_buckets = ()
     software = f"torch {torch.__version__}, transformers {transformers.__version__}"
 
     def __init__(self, model: Any, *, num_pages: int, max_rows: int, max_context: int) -> None:

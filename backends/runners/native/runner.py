@@ -81,6 +81,7 @@ class NativeRunner:
 
     kind = "native"
     runs_ahead = False
+    row_buckets = ()
 
     def __init__(
         self,
