@@ -183,7 +183,8 @@ class EngineCore:
         plan, hidden, began = running
         outcomes = self._verify(plan, hidden)
         self._commit(outcomes)
-        self.drafting.observe(plan, outcomes)
+        if not self.runner.runs_ahead:
+            self.drafting.observe(plan, outcomes)
         offers_ms = self.drafting.propose(plan, outcomes, hidden)
         self._untold = _Untold(plan, outcomes, offers_ms, began, self._mark_time(outcomes))
         for outcome in outcomes:
@@ -191,8 +192,13 @@ class EngineCore:
                 self.scheduler.remove(outcome.scheduled.sequence.id)
 
     def _tell(self) -> None:
-        """Account for the step that was collected, and emit its texts."""
+        """Account for the step that was collected, and emit its texts.
+
+        Behind a launch drafters learn of it here too: what they offer may be a step behind what they know.
+        """
         if self._untold is not None:
+            if self.runner.runs_ahead:
+                self.drafting.observe(self._untold.plan, self._untold.outcomes)
             self.accounting.count(*self._untold)
             self._emit_untold()
 

@@ -24,6 +24,7 @@ from backends.cost.step_cost import Budget, StepCost
 from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
+from backends.engine.cuda import device_of, memory_told, monitor_of
 from backends.engine.options import EngineOptions
 from backends.engine.start_stages import StartStages, tell
 from backends.engine.thread import Engine
@@ -92,7 +93,8 @@ def open_engine(
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
         torch.set_num_threads(1)
-    engine = Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle)
+    device = monitor_of(loaded.core.runner.device)
+    engine = Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle, device=device)
     return OpenedEngine(engine, loaded.tokenizer, loaded.grammars)
 
 
@@ -105,7 +107,7 @@ def _kernels_ahead(options: EngineOptions) -> Iterator[None]:
         with contextlib.suppress(NativeUnavailable):
             load_library()
 
-    wanted = options.runner != "transformers" and options.quantize != "int4" and _device(options.device).type == "cpu"
+    wanted = options.runner != "transformers" and options.quantize != "int4" and device_of(options.device).type == "cpu"
     compiling = threading.Thread(target=compile_them if wanted else lambda: None, name="kernels", daemon=True)
     compiling.start()
     yield
@@ -148,7 +150,7 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     else:
         folder = options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
-    device = _device(options.device)
+    device = device_of(options.device, options.dtype)
     settle_for_the_cache(folder)
     # Known before gigabytes of weights are loaded.
     config = AutoConfig.from_pretrained(folder)
@@ -156,12 +158,13 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
         raise UnsupportedModel(reason)
     dtype = _dtype(options, device, config.model_type)
     check_quantization(options.quantize, config, device, dtype)
-    if checkpoint_method(config) is None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        model.to(device)
-    else:
-        # Packed weights are made where they are to stay.
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
+    with memory_told(device, f"the weights of {name}"):
+        if checkpoint_method(config) is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            model.to(device)
+        else:
+            # Packed weights are made where they are to stay.
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
     model.eval()
     tokenizer = HfTokenizer.from_pretrained(folder)
     # Heads are compared with the weights that they were trained on, so before those are quantised.
@@ -238,7 +241,9 @@ def build_core(
         max_rows=max(256, max_running + 64),
         eos_token_ids=_eos_token_ids(model, tokenizer),
     )
-    runner = _runner(options, model, _kv_tokens(options, model, longest, max_running), engine_config.max_rows, longest)
+    kv_tokens = _kv_tokens(options, model, longest, max_running)
+    with memory_told(model.device, f"{kv_tokens} tokens of keys and values"):
+        runner = _runner(options, model, kv_tokens, engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
     keeping, idle, factors, steps = None, None, {}, None
     if cost is None and runner.row_buckets:
@@ -336,14 +341,6 @@ def _load_heads(options: EngineOptions, folder: str, backbone: BackboneFacts) ->
         return load_checkpoint(DEMO_HEADS, backbone)
     # Heads that lie in the model's own folder: merged with its weights, or beside them.
     return load_checkpoint(folder, backbone) if Path(folder).is_dir() and holds_heads(Path(folder)) else None
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda: no CUDA device is available to torch here; use --device cpu")
-    return torch.device(name)
 
 
 def _dtype(options: EngineOptions, device: torch.device, model_type: str) -> torch.dtype:

@@ -172,7 +172,8 @@ class Scheduler:
         scheduled = []
         for index, sequence in enumerate(decoding):
             draft, tokens, first_row = drafts.drafts.get(index, NO_DRAFT), sequence.tokens, batch.outputs
-            pages = self._pages.pages_of(sequence.id)
+            # Those that the step reads; a sequence owns all that it will ever need.
+            pages = self._pages.pages_of(sequence.id)[: len(tokens) // PAGE_SIZE + 1]
             node_slots = batch.add_tree(pages, tokens[-1], len(tokens) - 1, draft.tokens, draft.parents)
             scheduled.append(_scheduled(sequence, draft, first_row, node_slots, is_decoding=True))
         return scheduled
