@@ -65,7 +65,7 @@ class StubDevice:
     """
 
     kind, software, threads, runs_ahead = "stub", "stub", 1, True
-    row_buckets = ()
+    row_buckets: Sequence[int] = ()
     dtype, device = torch.float32, torch.device("cpu")
     hidden_size, vocab_size, max_context = _HIDDEN, _VOCABULARY, _CONTEXT
 

@@ -7,6 +7,7 @@ linear layers have not been measured for that property.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ class HfRunner:
     """
 
     kind = "transformers"
-    row_buckets = ()
+    row_buckets: Sequence[int] = ()
     software = f"torch {torch.__version__}, transformers {transformers.__version__}"
 
     def __init__(self, model: Any, *, num_pages: int, max_rows: int, max_context: int) -> None:

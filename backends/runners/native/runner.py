@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class NativeRunner:
 
     kind = "native"
     runs_ahead = False
-    row_buckets = ()
+    row_buckets: Sequence[int] = ()
 
     def __init__(
         self,
