@@ -54,7 +54,7 @@ class Lookup:
         agreed = _GRAM
         while agreed < _LONGEST and agreed < place and tokens[place - agreed - 1] == tokens[end - agreed - 1]:
             agreed += 1
-        found = tokens[place : place + _DEPTH]
+        found = list(tokens[place : place + _DEPTH])
         while len(found) < _DEPTH:  # a text that repeats itself runs on into its own repetition
             found += found[: min(end - place, _DEPTH - len(found))]
         rates = [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
