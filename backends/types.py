@@ -466,6 +466,25 @@ class OptionalFailures(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceReading:
+    """An accelerator's memory in bytes, utilisation from 0 to 1, power in watts; None: it does not tell."""
+
+    memory_used: int
+    memory_total: int
+    utilization: float | None
+    power_w: float | None
+
+
+@runtime_checkable
+class OnDevice(Protocol):
+    """A decoder that may run on an accelerator."""
+
+    def device_reading(self) -> DeviceReading | None:
+        """How the accelerator stands now; None without one, or where its driver can't be asked. Thread-safe."""
+        ...
+
+
 @runtime_checkable
 class CostKeeper(Protocol):
     """A decoder that remembers what its steps cost from one start to the next."""

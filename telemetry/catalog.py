@@ -297,6 +297,19 @@ KV_USE = Metric(
     "Used share of the KV cache, 0 to 1, for autoscalers and balancers that read one number.",
     _ENGINE,
 )
+_DEVICE = (*_ENGINE, "device")
+DEVICE_MEMORY_USED = Metric(
+    "medusa_device_memory_used", "gauge", "By", "Memory of an engine's accelerator that anybody holds.", _DEVICE
+)
+DEVICE_MEMORY_LIMIT = Metric("medusa_device_memory_limit", "gauge", "By", "Memory of an engine's accelerator.", _DEVICE)
+DEVICE_UTILIZATION = Metric(
+    "medusa_device_utilization_ratio",
+    "gauge",
+    "",
+    "Share of the last moment in which an engine's accelerator ran anything, 0 to 1.",
+    _DEVICE,
+)
+DEVICE_POWER = Metric("medusa_device_power", "gauge", "W", "What an engine's accelerator draws.", _DEVICE)
 ENGINE_UP = Metric("medusa_engine_up", "gauge", "", "1 while the model's engine takes requests, else 0.", _ENGINE)
 HEADS_STALE = Metric(
     "medusa_heads_stale",
@@ -419,6 +432,7 @@ METRICS: tuple[Metric, ...] = (
     *(DEADLINE_CUTS, KV_PAGES_CACHED, CACHE_EVICTIONS, PREEMPTIONS),
     *(BACKEND_UP, BREAKER_STATE, BACKEND_REQUESTS, PLACES_USED, PLACES_LIMIT, OPTIONAL_FAILURES),
     *(QUEUE_DEPTH, QUEUE_OLDEST_AGE, RUNNING_SEQUENCES, KV_PAGES_USED, KV_PAGES_LIMIT, KV_USE, ENGINE_UP),
+    *(DEVICE_MEMORY_USED, DEVICE_MEMORY_LIMIT, DEVICE_UTILIZATION, DEVICE_POWER),
     *(HEADS_STALE, STEP_DURATION, STEP_ROWS, VANILLA_STEP, VERIFICATION_RATIO),
     *(REDIS_UP, REDIS_LATENCY, LIMITS_DECIDED_LOCALLY, POLICY_RELOADS, POLICY_REJECTED, KEYS_REJECTED, FILE_HANGS),
     *(POLICY_INFO, KEYS_INFO, BUILD_INFO, DRAINING, DRAIN_ABORTED, LOOP_LAG, ALERT_STATE),

@@ -8,7 +8,7 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 
-_UNIT_SUFFIXES = {"s": "seconds", "By": "bytes"}
+_UNIT_SUFFIXES = {"s": "seconds", "By": "bytes", "W": "watts"}
 
 
 @dataclass(frozen=True, slots=True)

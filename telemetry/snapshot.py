@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from backends.types import DecodeCounters, Decoder, OptionalFailures, StepSample
+from backends.types import DecodeCounters, Decoder, OnDevice, OptionalFailures, StepSample
 from policy.config.watched_file import FileStatus
 from policy.spec import Cost
 from policy.statistics.aggregate import Statistics
@@ -255,6 +255,12 @@ def _engines(put: _Put, decoders: Mapping[str, Decoder], steps: StepWindow) -> N
         put(catalog.HEADS_STALE, decoder.info.heads_stale, *labels)
         put(catalog.VANILLA_STEP, steps.vanilla_step_s(backend), *labels)
         put(catalog.VERIFICATION_RATIO, steps.verification_ratio(backend), *labels)
+        if isinstance(decoder, OnDevice) and (reading := decoder.device_reading()) is not None:
+            of_device = (*labels, decoder.info.device)
+            put(catalog.DEVICE_MEMORY_USED, reading.memory_used, *of_device)
+            put(catalog.DEVICE_MEMORY_LIMIT, reading.memory_total, *of_device)
+            put(catalog.DEVICE_UTILIZATION, reading.utilization, *of_device)
+            put(catalog.DEVICE_POWER, reading.power_w, *of_device)
         if isinstance(decoder, OptionalFailures):
             for part, count in decoder.optional_failures().items():
                 put(catalog.OPTIONAL_FAILURES, count, *labels, part)

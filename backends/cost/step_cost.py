@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,26 +16,38 @@ class StepCost:
     Between measured points it is linear; beyond the last it goes on with the last slope. Both tables are ascending in
     size; times are made non-decreasing, since noise must not make more rows look cheaper.
 
-    ``guessed``: the numbers of rows whose times are not measured yet, see :func:`completed`.
+    ``guessed``: the numbers of rows whose times are not measured yet, see :func:`completed`. ``staircase``: a step of
+    fewer rows than a measured size takes what that size takes, as on a device that fills steps up.
     """
 
     rows: tuple[tuple[int, float], ...]
     heads: tuple[tuple[int, float], ...] = ()
     guessed: tuple[int, ...] = ()
+    staircase: bool = False
     _by_rows: list[float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Asked dozens of times in every step.
-        object.__setattr__(self, "_by_rows", [_interpolate(self.rows, size) for size in range(_LISTED_ROWS)])
+        object.__setattr__(self, "_by_rows", [self._at(size) for size in range(_LISTED_ROWS)])
 
     @classmethod
     def from_measurements(
-        cls, rows: Sequence[tuple[int, float]], heads: Sequence[tuple[int, float]] = (), guessed: Sequence[int] = ()
+        cls,
+        rows: Sequence[tuple[int, float]],
+        heads: Sequence[tuple[int, float]] = (),
+        guessed: Sequence[int] = (),
+        *,
+        staircase: bool = False,
     ) -> StepCost:
-        return cls(_non_decreasing(rows), _non_decreasing(heads), tuple(sorted(guessed)))
+        return cls(_non_decreasing(rows), _non_decreasing(heads), tuple(sorted(guessed)), staircase)
 
     def forward_ms(self, rows: int) -> float:
-        return self._by_rows[rows] if rows < _LISTED_ROWS else _interpolate(self.rows, rows)
+        return self._by_rows[rows] if rows < _LISTED_ROWS else self._at(rows)
+
+    def _at(self, rows: int) -> float:
+        if self.staircase and rows <= self.rows[-1][0]:
+            return self.rows[bisect_left(self.rows, (rows, 0.0))][1]
+        return _interpolate(self.rows, rows)
 
     def heads_ms(self, sequences: float) -> float:
         """All heads, with one list of guesses from each for every sequence."""

@@ -6,10 +6,12 @@ import logging
 import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 
 from backends.cost.calibration import Calibration
+from backends.cost.device_cost import StepTable
 from backends.cost.step_cost import StepCost
 from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
@@ -46,6 +48,24 @@ Emission = tuple[str, TokenChunk]
 Observer = Callable[[str, int, int, torch.Tensor], None]
 
 
+class _Running(NamedTuple):
+    """A launched step: its hidden states [outputs, H], and when it began (seconds)."""
+
+    plan: StepPlan
+    hidden: torch.Tensor
+    began: float
+
+
+class _Untold(NamedTuple):
+    """What :meth:`StepAccounting.count` is told of a collected step."""
+
+    plan: StepPlan
+    outcomes: list[Outcome]
+    offers_ms: float
+    began: float
+    ended: float
+
+
 class EngineCore:
     """Runs what the :class:`Scheduler` plans and turns it into answers. Every method is called from one thread."""
 
@@ -61,11 +81,13 @@ class EngineCore:
         gate: DraftGate | None = None,
         calibration: Calibration | None = None,
         drafters: SequenceOf[Drafter] = (),
+        steps: StepTable | None = None,
     ) -> None:
-        """``drafters``: who guesses beside heads and prompt lookup."""
+        """``drafters``: who guesses beside heads and prompt lookup. ``steps``: what steps cost by context too; then
+        ``cost`` is that of the first one only."""
         self.runner, self.heads, self.tokenizer = runner, heads, tokenizer
         self.config, self.cost = config, cost
-        self._clock, self._observer = clock, observer
+        self._clock, self._observer, self._steps = clock, observer, steps
         self.optional = OptionalParts(clock)
         self.gate, calibration = gate or DraftGate(cost), calibration or Calibration()
         self.accounting = StepAccounting(cost, calibration, self.optional)
@@ -84,6 +106,9 @@ class EngineCore:
         self._masks = MasksAhead()
         # The present or last step; None while it is not planned.
         self._plan: StepPlan | None = None
+        # The step whose rows a device works on, and the one whose outcomes are in the sequences but not told.
+        self._running: _Running | None = None
+        self._untold: _Untold | None = None
         # What is to be told outlives a step that breaks: it is kept here until it is taken.
         self._outbox: list[Emission] = []
 
@@ -134,29 +159,69 @@ class EngineCore:
         self.scheduler.remove(request_id)
 
     def step(self) -> list[Emission]:
-        """Schedule, run one packed forward, verify, commit, account, and propose drafts for the next step.
+        """Run the rows of one step, take in what they brought, and tell it.
 
-        Raises what broke the step as a whole; :meth:`fail_step` then says what is to be told all the same.
+        A device that runs ahead gets the rows of the next step before texts are made of this one's, so that it does not
+        wait for them. Raises what broke the step as a whole; :meth:`fail_step` then says what is to be told all the
+        same.
         """
+        if self._running is None:
+            self._launch()
+        self._collect()
+        if self.runner.runs_ahead:
+            self._launch()
+        self._tell()
+        return self._take_outbox()
+
+    def _launch(self) -> None:
+        """Schedule, and run one packed forward."""
+        if self._steps is not None and (cost := self._steps.at(self.scheduler.mean_context)) is not self.cost:
+            self.use_cost(cost)
         plan = self._schedule()
         if plan.num_rows:
             began = self._clock()
-            hidden = self._run(plan)
-            if plan.scheduled:
-                outcomes = self._verify(plan, hidden)
-                self._commit(outcomes)
-                self.drafting.observe(plan, outcomes)
-                offers_ms = self.drafting.propose(plan, outcomes, hidden)
-                ended = self._mark_time(outcomes)
-                self.accounting.count(plan, outcomes, offers_ms, began, ended)
-                for outcome in outcomes:
-                    self._emit(outcome.scheduled.sequence)
-        return self._take_outbox()
+            self._running = _Running(plan, self._run(plan), began)
+
+    def _collect(self) -> None:
+        """Of the step that runs: verify, commit, and propose drafts for the next."""
+        running, self._running = self._running, None
+        if running is None or not running.plan.scheduled:
+            return
+        plan, hidden, began = running
+        outcomes = self._verify(plan, hidden)
+        self._commit(outcomes)
+        if not self.runner.runs_ahead:
+            self.drafting.observe(plan, outcomes)
+        offers_ms = self.drafting.propose(plan, outcomes, hidden)
+        self._untold = _Untold(plan, outcomes, offers_ms, began, self._mark_time(outcomes))
+        for outcome in outcomes:
+            if outcome.scheduled.sequence.finish_reason is not None:
+                self.scheduler.remove(outcome.scheduled.sequence.id)
+
+    def _tell(self) -> None:
+        """Account for the step that was collected, and emit its texts.
+
+        Behind a launch drafters learn of it here too: what they offer may be a step behind what they know.
+        """
+        if self._untold is not None:
+            if self.runner.runs_ahead:
+                self.drafting.observe(self._untold.plan, self._untold.outcomes)
+            self.accounting.count(*self._untold)
+            self._emit_untold()
+
+    def _emit_untold(self) -> None:
+        for outcome in self._untold.outcomes if self._untold is not None else ():
+            if not outcome.scheduled.sequence.told:
+                self._emit(outcome.scheduled.sequence)
+        self._untold = None
 
     def fail_step(self, message: str) -> list[Emission]:
         """What is to be told after a step that broke as a whole. What had rows in it ends with ``message``, which the
         client reads; everything, if it broke before rows were dealt. An answer that was complete by then stays one.
         """
+        # What the step before has brought holds, whatever broke.
+        self._running = None
+        self._emit_untold()
         ended = {request_id for request_id, chunk in self._outbox if chunk.finish_reason is not None}
         for sequence in self._sequences_in_step():
             if not self.scheduler.is_running(sequence):
@@ -218,8 +283,11 @@ class EngineCore:
     def _verify(self, plan: StepPlan, hidden: torch.Tensor) -> list[Outcome]:
         """Draw tokens, follow the candidates that they match, and add them to the answers."""
         logits = self.runner.logits(hidden)
-        outcomes = []
-        for item, result in zip(plan.scheduled, verify(self.runner, logits, plan.scheduled), strict=True):
+        outcomes, scheduled = [], plan.scheduled
+        if self.runner.runs_ahead:
+            # Who was aborted meanwhile has no pages any more; what the device wrote into them is overwritten behind it.
+            scheduled = [item for item in scheduled if self.scheduler.is_running(item.sequence)]
+        for item, result in zip(scheduled, verify(self.runner, logits, scheduled), strict=True):
             outcome = Outcome(item, result)
             outcomes.append(outcome)
             try:

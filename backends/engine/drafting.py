@@ -17,6 +17,7 @@ from backends.engine.optional_parts import OptionalPart, OptionalParts
 from backends.engine.sequence import Sequence
 from backends.engine.step_plan import Outcome, StepPlan, decoded
 from backends.speculation.guided import guided
+from backends.speculation.native_planner import planner_here
 from backends.speculation.tree_builder import NO_OFFERS, Chain, Draft, DraftRequest, Offer, plan_drafts
 from backends.speculation.undrafted import Why
 from backends.tree import MAX_DEPTH
@@ -56,6 +57,7 @@ class DraftPlanner:
         self._drafters, self._vocab_size = drafters, vocab_size
         self._config, self._cost = config, cost
         self._calibration, self._optional = calibration, optional
+        self._best_first = planner_here()
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost
@@ -168,6 +170,7 @@ class DraftPlanner:
             cost=self._cost,
             num_prefilling=num_prefilling,
             row_cost_factor=row_cost_factor,
+            best_first=self._best_first,
         )
         for draft in drafts.values():
             if draft.tokens and not 0 <= min(draft.tokens) <= max(draft.tokens) < self._vocab_size:

@@ -39,6 +39,9 @@ class PageManager:
         self._hash_of: dict[int, bytes] = {}
         # Published pages without an owner, the longest unused first.
         self._idle: dict[int, None] = {}
+        # Pages that an owner has let go and that still count it, to be settled from the end: wherever a step breaks,
+        # the next operation goes on with them.
+        self._leaving: list[int] = []
         self.evictions = 0
         """Published pages that had to give way, since the start."""
 
@@ -93,23 +96,38 @@ class PageManager:
         """
         if owner in self._owned:
             raise ValueError(f"{owner!r} already holds pages")
+        self._settle()
         wanted = self.pages_for(tokens) - len(shared)
         waking = sum([page in self._idle for page in shared])
         if wanted + spare > self.available_pages - waking:
             return False
+        # Held before others are taken, which may put out what nobody holds.
         for page in shared:
-            self._hold(page)
-        self._owned[owner] = [*shared, *self._take(wanted)]
+            self._idle.pop(page, None)
+            self._num_owners[page] += 1
+        pages = self._owned[owner] = list(shared)
+        try:
+            taken = self._take(wanted)
+        except BaseException:
+            self.free(owner)
+            raise
+        for page in taken:
+            self._num_owners[page] = 1
+        pages += taken
         return True
 
     def grow(self, owner: str, tokens: int) -> bool:
         """More pages, so that there is room for ``tokens`` positions altogether; False, and nothing is taken, when too
         few can be had. Never gives any back."""
+        self._settle()
         pages = self._owned[owner]
         wanted = self.pages_for(tokens) - len(pages)
         if wanted > self.available_pages:
             return False
-        pages += self._take(wanted)
+        taken = self._take(wanted)
+        for page in taken:
+            self._num_owners[page] = 1
+        pages += taken
         return True
 
     def publish(self, owner: str, index: int, content: bytes) -> None:
@@ -125,9 +143,11 @@ class PageManager:
         if found is None:
             return False
         if found != pages[index]:
-            self._hold(found)
-            self._let_go(pages[index])
+            self._idle.pop(found, None)
+            self._num_owners[found] += 1
+            self._leaving.append(pages[index])
             pages[index] = found
+            self._settle()
         return True
 
     def forget(self, owner: str) -> None:
@@ -137,12 +157,13 @@ class PageManager:
 
     def free(self, owner: str) -> None:
         """Let an owner's pages go; an unknown owner is no error, so that closing twice is harmless."""
-        for page in reversed(self._owned.pop(owner, ())):
-            self._let_go(page)
+        self._leaving += self._owned.pop(owner, ())
+        self._settle()
 
     def check_integrity(self, live: Iterable[str]) -> None:
         """Raises :class:`IntegrityError` unless exactly ``live`` own pages, and every page is either free or counts the
         owners that it has."""
+        self._settle()
         owners = set(live)
         if owners != set(self._owned):
             strangers = set(self._owned) ^ owners
@@ -168,27 +189,27 @@ class PageManager:
             raise IntegrityError("published pages and their hashes differ")
 
     def _take(self, count: int) -> list[int]:
-        """So many pages, which then have one owner each: free ones first."""
+        """So many pages that nobody holds, free ones first: counted nowhere until they have an owner."""
         while len(self._free) < count:
             page = next(iter(self._idle))
             self.evictions += 1
             self._unpublish(page)
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._num_owners[page] = 1
-        return pages
+        first = len(self._free) - max(count, 0)
+        taken = self._free[first:][::-1]
+        del self._free[first:]
+        return taken
 
-    def _hold(self, page: int) -> None:
-        self._idle.pop(page, None)
-        self._num_owners[page] += 1
-
-    def _let_go(self, page: int) -> None:
-        self._num_owners[page] -= 1
-        if not self._num_owners[page]:
-            if page in self._hash_of:
-                self._idle[page] = None
-            else:
-                self._free.append(page)
+    def _settle(self) -> None:
+        """The pages that were let go have an owner less."""
+        while self._leaving:
+            page = self._leaving[-1]
+            self._num_owners[page] -= 1
+            if not self._num_owners[page]:
+                if page in self._hash_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+            self._leaving.pop()
 
     def _unpublish(self, page: int) -> None:
         content = self._hash_of.pop(page, None)

@@ -15,16 +15,18 @@ import torch
 
 from backends.checkpoints.loader import BackboneFacts, LoadedHeads, holds_heads, load_checkpoint
 from backends.cost.calibration import Calibration
+from backends.cost.device_cost import CONTEXTS, event_timer, measure_steps
 from backends.cost.fingerprint import facts_of
 from backends.cost.idle import IdleMeasuring
 from backends.cost.persistence import CostKeeping
 from backends.cost.probe import EARLY_ROWS, MEASURE_S, ROWS, CostProbe
-from backends.cost.step_cost import StepCost
+from backends.cost.step_cost import Budget, StepCost
 from backends.cost.stores import CostStore
 from backends.engine.config import EngineConfig
 from backends.engine.core import EngineCore, Observer
+from backends.engine.cuda import device_of, memory_told, monitor_of
 from backends.engine.options import EngineOptions
-from backends.engine.runner_choice import choose_runner, device_of, kv_tokens_of, why_not_in_kernels, why_not_in_triton
+from backends.engine.runner_choice import choose_runner, kv_tokens_of, why_not_in_kernels, why_not_in_triton
 from backends.engine.start_stages import StartStages, tell
 from backends.engine.thread import Engine
 from backends.grammar.compiler import GrammarCompiler
@@ -94,7 +96,8 @@ def open_engine(
         # The kernels bring their own threads; waking torch's as well, for operations of microseconds, only gets in
         # their way.
         torch.set_num_threads(1)
-    engine = Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle)
+    device = monitor_of(loaded.core.runner.device)
+    engine = Engine(loaded.core, loaded.info, keeping=loaded.keeping, idle=loaded.idle, device=device)
     return OpenedEngine(engine, loaded.tokenizer, loaded.grammars)
 
 
@@ -152,7 +155,7 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
     else:
         folder = options.model
     name = options.served_name or (DEMO_MODEL_NAME if options.model is None else Path(folder).name)
-    device = device_of(options.device)
+    device = device_of(options.device, options.dtype)
     settle_for_the_cache(folder)
     # Known before gigabytes of weights are loaded.
     config = AutoConfig.from_pretrained(folder)
@@ -160,13 +163,14 @@ def load_parts(options: EngineOptions, stages: StartStages | None = None) -> Mod
         raise UnsupportedModel(reason)
     dtype = _dtype(options, device, config.model_type)
     check_quantization(options.quantize, config, device, dtype)
-    if checkpoint_method(config) is None:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        if why_not_in_triton(options, model) is not None:
-            model.to(device)  # else the runner takes the weights there, layer by layer
-    else:
-        # Packed weights are made where they are to stay.
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
+    with memory_told(device, f"the weights of {name}"):
+        if checkpoint_method(config) is None:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            if why_not_in_triton(options, model) is not None:
+                model.to(device)  # else the runner takes the weights there, layer by layer
+        else:
+            # Packed weights are made where they are to stay.
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, device_map=device)
     model.eval()
     tokenizer = HfTokenizer.from_pretrained(folder)
     # Heads are compared with the weights that they were trained on, so before those are quantised.
@@ -230,11 +234,19 @@ def build_core(
         eos_token_ids=_eos_token_ids(model, tokenizer),
         prefix_cache=prefix_cache,
     )
-    kv_tokens = kv_tokens_of(options, model, longest, max_running, engine_config.max_rows)
-    runner = choose_runner(options, model, kv_tokens, engine_config.max_rows, longest)
+    with memory_told(device_of(options.device, options.dtype), f"weights and keys and values of {parts.name}"):
+        kv_tokens = kv_tokens_of(options, model, longest, max_running, engine_config.max_rows)
+        runner = choose_runner(options, model, kv_tokens, engine_config.max_rows, longest)
     bound = None if heads is None else heads.bind(runner)
-    keeping, idle, factors = None, None, {}
-    if cost is None:
+    keeping, idle, factors, steps = None, None, {}, None
+    if cost is None and runner.row_buckets:
+        tell(f"measuring what steps of {parts.name} cost (at most {MEASURE_S:g} s)")
+        with (stages or StartStages()).stage("measuring"):
+            budget, timer = Budget(MEASURE_S, time.perf_counter), event_timer(runner.device)
+            heads_ms = CostProbe(runner, bound).measure_heads()
+            steps = measure_steps(runner, runner.row_buckets, timer, budget, heads_ms)
+        cost = steps.at(CONTEXTS[0])
+    elif cost is None:
         facts = facts_of(runner, model.config, heads, options.quantize)
         keeping = CostKeeping(facts, cost_stores, time.time, measure_anew=options.measure_anew)
         probe = CostProbe(runner, bound, most_rows=early_rows)
@@ -266,6 +278,7 @@ def build_core(
         observer,
         gate,
         calibration or Calibration(start=factors),
+        steps=steps,
     )
     grammars = GrammarCompiler(tokenizer.to_json, runner.vocab_size, engine_config.eos_token_ids)
     return LoadedCore(core, tokenizer, info, grammars, keeping, idle)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from backends.engine.cuda import device_of
 from backends.engine.options import EngineOptions
 from backends.engine.start_stages import tell
 from backends.runners.architectures import UnsupportedModel
@@ -28,15 +29,6 @@ _KV_BYTES = 2 << 30
 _WITHOUT_KERNELS = "which is slower where the kernels fit the CPU"
 
 
-def device_of(name: str) -> torch.device:
-    """Of an option's value. Raises ValueError for CUDA where there is none."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device {name}: no CUDA device is available to torch here; use --device cpu")
-    return torch.device(name)
-
-
 def why_not_in_kernels(options: EngineOptions, model: Any) -> str | None:
     """Why the native runner is not what runs a model with these options; None: it is."""
     if options.runner == "transformers":
@@ -45,7 +37,7 @@ def why_not_in_kernels(options: EngineOptions, model: Any) -> str | None:
         return "int4 weights"
     if options.runner == "triton":
         return "the triton runner is asked for"
-    if device_of(options.device).type != "cpu":
+    if device_of(options.device, options.dtype).type != "cpu":
         return "it runs on the CPU only"
     try:
         load_library()
@@ -56,7 +48,7 @@ def why_not_in_kernels(options: EngineOptions, model: Any) -> str | None:
 
 def why_not_in_triton(options: EngineOptions, model: Any) -> str | None:
     """Why the Triton kernels are not what runs a model with these options; None: they are."""
-    device = device_of(options.device)
+    device = device_of(options.device, options.dtype)
     if options.runner not in ("auto", "triton") or (options.runner == "auto" and device.type != "cuda"):
         return f"the {options.runner} runner is asked for"
     if options.quantize is not None:
@@ -68,7 +60,7 @@ def choose_runner(options: EngineOptions, model: Any, kv_tokens: int, max_rows: 
     """The runner for a loaded transformers model. Raises ValueError where the one that is asked for, or any that is
     exact on the device, can't run it."""
     sizes: dict[str, Any] = {"num_pages": -(-kv_tokens // PAGE_SIZE), "max_rows": max_rows, "max_context": longest}
-    device = device_of(options.device)
+    device = device_of(options.device, options.dtype)
     if (not_in_triton := why_not_in_triton(options, model)) is None:
         # Imported here: triton is an extra, and kernels decide at import whether they are interpreted.
         from backends.runners.triton.runner import TritonRunner
@@ -121,7 +113,7 @@ def kv_tokens_of(options: EngineOptions, model: Any, longest: int, max_running: 
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * kv_heads * head_size(config) * model.dtype.itemsize
-    device = device_of(options.device)
+    device = device_of(options.device, options.dtype)
     if device.type == "cuda" and why_not_in_triton(options, model) is None:
         free, _ = torch.cuda.mem_get_info(device)
         budget = DeviceBudget(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 
 from backends.engine.accounting import StepAccounting
 from backends.engine.config import EngineConfig
@@ -14,6 +15,7 @@ from backends.engine.sequence import Sequence, SequenceStatus
 from backends.engine.sequence_memory import SequenceMemory
 from backends.engine.step_plan import PrefillChunk, ScheduledSequence, StepPlan, StepPrice
 from backends.runners.batch import PAGE_SIZE, BatchBuilder
+from backends.runners.native.rows import NativeRows, batches_here
 from backends.speculation.tree_builder import Draft
 from backends.types import EngineLoad, PrefillBudget
 
@@ -34,6 +36,7 @@ class Scheduler:
         self.memory = SequenceMemory(num_pages, config.spare_pages)
         self._pages = self.memory.pages
         self._scratch_base = num_pages * PAGE_SIZE
+        self._new_batch = batches_here()
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}
         self._with_deadline: dict[str, Sequence] = {}
@@ -50,6 +53,12 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """Sequences that have their pages, in order of admission."""
         return list(self._running.values())
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens of a running sequence on average; 0 when none runs."""
+        running = self._running.values()
+        return sum([len(sequence.tokens) for sequence in running]) / len(running) if running else 0.0
 
     def load(self, now: float) -> EngineLoad:
         return EngineLoad(
@@ -144,12 +153,15 @@ class Scheduler:
         chunks = self._prefill_chunks(prefilling, num_decoding=len(decoding)) if prefilling else []
         num_prefill_rows = sum([chunk.num_tokens for chunk in chunks]) if chunks else 0
         drafts = self._drafting.plan(decoding, num_prefill_rows=num_prefill_rows, num_prefilling=len(prefilling))
-        batch = BatchBuilder(self._scratch_base)
+        # Prompts that are scored want outputs that only the reference knows; they are rare.
+        scoring = any(chunk.num_scored for chunk in chunks)
+        batch = BatchBuilder(self._scratch_base) if scoring else self._new_batch(self._scratch_base)
         scheduled = self._add_decoding(batch, decoding, drafts)
         scored: list[tuple[Sequence, int]] = []
         if chunks:
             scheduled += self._add_chunks(batch, chunks)
-            scored = self._add_scored(batch, chunks)
+            if isinstance(batch, BatchBuilder):
+                scored = self._add_scored(batch, chunks)
         num_rows, num_decoding = batch.rows, len(decoding)
         num_nodes = num_rows - num_decoding - num_prefill_rows
         price = StepPrice()
@@ -218,17 +230,18 @@ class Scheduler:
         return [PrefillChunk(sequence, share) for sequence, share in zip(prefilling, shares, strict=True) if share]
 
     def _add_decoding(
-        self, batch: BatchBuilder, decoding: list[Sequence], drafts: DraftPlan
+        self, batch: BatchBuilder | NativeRows, decoding: list[Sequence], drafts: DraftPlan
     ) -> list[ScheduledSequence]:
         scheduled = []
         for index, sequence in enumerate(decoding):
             draft, tokens, first_row = drafts.drafts.get(index, NO_DRAFT), sequence.tokens, batch.outputs
-            pages = self.memory.pages_of(sequence)
+            # Those that the step reads; a sequence may own more.
+            pages = self.memory.pages_of(sequence)[: len(tokens) // PAGE_SIZE + 1]
             node_slots = batch.add_tree(pages, tokens[-1], len(tokens) - 1, draft.tokens, draft.parents)
             scheduled.append(_scheduled(sequence, draft, first_row, node_slots, is_decoding=True))
         return scheduled
 
-    def _add_chunks(self, batch: BatchBuilder, chunks: list[PrefillChunk]) -> list[ScheduledSequence]:
+    def _add_chunks(self, batch: BatchBuilder | NativeRows, chunks: list[PrefillChunk]) -> list[ScheduledSequence]:
         """Returns the sequences whose prompt ends with their chunk."""
         scheduled = []
         for sequence, num_tokens in chunks:
@@ -256,7 +269,7 @@ class Scheduler:
 
 
 def _scheduled(
-    sequence: Sequence, draft: Draft, first_row: int, node_slots: list[int], *, is_decoding: bool
+    sequence: Sequence, draft: Draft, first_row: int, node_slots: SequenceOf[int], *, is_decoding: bool
 ) -> ScheduledSequence:
     request = sequence.request
     return ScheduledSequence(

@@ -83,6 +83,12 @@ class Sequence:
     tracer: StepTracer | None = None
     _unsent: list[int] = field(default_factory=list)
     _prompt_scores: list[PromptScore] = field(default_factory=list)
+    # Those of the unsent that are not text yet.
+    _unread: list[int] = field(default_factory=list)
+    # Its last chunk has been taken.
+    told: bool = False
+    # Whether an answer's text can end it, or must be known as its tokens are: by log-probabilities, or a trace.
+    _reads_at_once: bool = field(init=False)
     _ending_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self, chain_root: bytes | None) -> None:
@@ -106,6 +112,7 @@ class Sequence:
         plan = self.request.plan
         if plan.method == "medusa" and plan.lookup and plan.tree is None:
             self.lookup = Lookup(self.tokens)
+        self._reads_at_once = bool(stops) or sampling.logprobs is not None or self.request.trace
         if LogitProcessor.wanted(sampling) or self.request.grammar is not None:
             self.processor = LogitProcessor(
                 sampling,
@@ -156,12 +163,11 @@ class Sequence:
         if may_stop and token in self._ending_ids:
             self.finish_reason, self.stop_match = "stop", token
             return True
-        start = self.text.length
-        # Before the token is pushed: what its and the others' texts are depends on what stands there.
-        entry = None if sampling.logprobs is None else self._logprobs(token, logits[row], sampling.logprobs)
-        match = self.text.push(token, watch=may_stop)
-        if entry is not None and (match is None or start < self.text.length):
-            self.text.add_logprobs(start, entry)
+        match = None
+        if self._reads_at_once:
+            match = self._read(token, logits, row, watch=may_stop)
+        else:
+            self._unread.append(token)
         if match is not None:
             self.finish_reason, self.stop_match = "stop", match
         elif self.processor is not None and self.processor.complete:
@@ -182,6 +188,16 @@ class Sequence:
         self._prompt_scores += [
             PromptScore(value, tuple(zip(ids, scores, strict=True))) for value, ids, scores in ranked
         ]
+
+    def _read(self, token: int, logits: torch.Tensor, row: int, *, watch: bool) -> str | None:
+        """A token's text and log-probabilities; returns the stop string that it completes, if ``watch``."""
+        top, start = self.request.sampling.logprobs, self.text.length
+        # Before the token is pushed: what its and the others' texts are depends on what stands there.
+        entry = None if top is None else self._logprobs(token, logits[row], top)
+        match = self.text.push(token, watch=watch)
+        if entry is not None and (match is None or start < self.text.length):
+            self.text.add_logprobs(start, entry)
+        return match
 
     @property
     def speedup(self) -> float:
@@ -222,6 +238,10 @@ class Sequence:
     def take_chunk(self) -> TokenChunk:
         """Everything that may be sent now; the last chunk carries reason and statistics."""
         final = self.finish_reason is not None
+        # Text that decides nothing is made here, where a device already works on the next step.
+        unread, self._unread, self.told = self._unread, [], final
+        for token in unread:
+            self.text.push(token, watch=False)
         text, logprobs = self.text.take(final=final)
         token_ids, self._unsent = tuple(self._unsent), []
         prompt_scores, self._prompt_scores = tuple(self._prompt_scores), []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from backends.engine.sequence import Sequence
 from backends.runners.base import Proposals
 from backends.runners.batch import BatchBuilder
+from backends.runners.native.rows import NativeRows
 from backends.speculation.tree_builder import HEADS, Offer
 from backends.speculation.verify import AcceptResult, VerifyRequest
 
@@ -23,7 +25,7 @@ class ScheduledSequence(VerifyRequest):
 
     sequence: Sequence
     # Slots of the KV pool where the nodes' keys and values are put until they are accepted, one for each node.
-    node_slots: list[int]
+    node_slots: SequenceOf[int]
     # False: the last chunk of its prompt, whose last row gives the first token of the answer.
     is_decoding: bool
     # The guesses at hand when the draft was planned, by drafter; without an entry: it had none, or was not asked.
@@ -76,7 +78,7 @@ class StepPlan(NamedTuple):
     # Prompts that are read on, whether they end in this step or not.
     prefill_chunks: list[PrefillChunk]
     # All rows of the step, ready to be packed for the runner.
-    batch: BatchBuilder
+    batch: BatchBuilder | NativeRows
     # Rows of the batch altogether; of decoding sequences, one each; and of candidate nodes. The others are prompts'.
     num_rows: int
     num_decoding: int

@@ -10,13 +10,18 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from backends.cost.idle import IdleMeasuring
 from backends.cost.persistence import CostKeeping
+from backends.devices import Nvml
 from backends.engine.core import Emission, EngineCore
+from backends.engine.cuda import shortage
 from backends.engine.kv_cache import IntegrityError
 from backends.types import (
     ENGINE_FAILED,
     DecodeCounters,
+    DeviceReading,
     EngineLoad,
     EngineStopped,
     GenerationRequest,
@@ -76,7 +81,7 @@ class Engine:
     """Runs an :class:`EngineCore` in a thread of its own. See :class:`backends.types.Decoder`.
 
     An exception in a step ends the requests of that step with reason "error"; three in a row end the engine.
-    ``idle``: what is still to be measured, when nobody waits.
+    ``idle``: what is still to be measured, when nobody waits. ``device``: the accelerator that it runs on.
     """
 
     def __init__(
@@ -86,8 +91,9 @@ class Engine:
         *,
         keeping: CostKeeping | None = None,
         idle: IdleMeasuring | None = None,
+        device: Nvml | None = None,
     ) -> None:
-        self._core = core
+        self._core, self._device = core, device
         self._info = info
         self._keeping = keeping
         self._idle = idle
@@ -139,6 +145,9 @@ class Engine:
         """How often parts that the engine can do without have failed, see :mod:`backends.engine.optional_parts`."""
         return self._core.optional.failures()
 
+    def device_reading(self) -> DeviceReading | None:
+        return None if self._device is None else self._device.read()
+
     def step_cost(self) -> dict[str, Any]:
         cost = self._core.cost
         return {
@@ -167,8 +176,10 @@ class Engine:
                 try:
                     emissions = self._core.step()
                     failures = 0
-                except Exception:
+                except Exception as error:
                     failures += 1
+                    if isinstance(error, torch.OutOfMemoryError):
+                        log.error("%s", shortage(error, self._core.runner.device, "a step"))
                     # The words are for the log only: they may tell paths, addresses or numbers of the device.
                     log.exception("a step failed; these requests end with an error: %s", self._core.in_step)
                     emissions = self._core.fail_step(ENGINE_FAILED)

@@ -64,6 +64,13 @@ class Proposals:
         self._tokens, self._probabilities, self._below = tokens, probabilities, below
         self.k, self.lists, self.levels = k, len(tokens) // k, levels
 
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where tokens (C ints), probabilities (floats) and lists below (C ints; 0: see ``below``) lie, as long as this
+        object does."""
+        below = 0 if self._below is None else self._below.buffer_info()[0]
+        return self._tokens.buffer_info()[0], self._probabilities.buffer_info()[0], below
+
     def tokens_of(self, index: int) -> list[int]:
         """One list's guesses."""
         return self._tokens[index * self.k : (index + 1) * self.k].tolist()
@@ -121,10 +128,18 @@ class ModelRunner(RowSampler, Protocol):
 
     ``kind``, ``software`` and ``threads`` tell runners apart whose steps take different times: the runner's name, the
     versions of what it runs on, and the CPU threads that it computes with.
+
+    ``runs_ahead``: :meth:`forward` and :meth:`logits` return while a device still works on them, and everything asked
+    later is done after them. The engine then launches a step before it makes text of the one before.
+
+    ``row_buckets``: the numbers of rows that steps are filled up to, ascending, so that all of a bucket take the same
+    time (:mod:`backends.cost.device_cost`); empty: every row counts.
     """
 
     kind: str
     software: str
+    runs_ahead: bool
+    row_buckets: Sequence[int]
     dtype: torch.dtype
     device: torch.device
     hidden_size: int

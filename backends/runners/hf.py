@@ -7,6 +7,7 @@ linear layers have not been measured for that property.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class HfRunner:
     """
 
     kind = "transformers"
+    row_buckets: Sequence[int] = ()
     software = f"torch {torch.__version__}, transformers {transformers.__version__}"
 
     def __init__(self, model: Any, *, num_pages: int, max_rows: int, max_context: int) -> None:
@@ -62,6 +64,7 @@ class HfRunner:
         self._logit_scale: float = getattr(config, "logit_scale", None) or 1 / getattr(config, "logits_scaling", 1.0)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
+        self.runs_ahead = self.device.type != "cpu"
         self.vocab_size, self.hidden_size = self._lm_head.weight.shape
         self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
         expected = self._own_logits(max_context)

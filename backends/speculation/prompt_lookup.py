@@ -54,9 +54,11 @@ class Lookup:
         agreed = _GRAM
         while agreed < _LONGEST and agreed < place and tokens[place - agreed - 1] == tokens[end - agreed - 1]:
             agreed += 1
-        # A text that repeats itself runs on into its own repetition.
-        found = [tokens[place + i % (end - place)] for i in range(_DEPTH)]
-        return Continuation(found, [self._chance(agreed + depth) for depth in range(_DEPTH)], agreed)
+        found = list(tokens[place : place + _DEPTH])
+        while len(found) < _DEPTH:  # a text that repeats itself runs on into its own repetition
+            found += found[: min(end - place, _DEPTH - len(found))]
+        rates = [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
+        return Continuation(found, [rates[bucket] for bucket in _BUCKETS[agreed]], agreed)
 
     def index(self, most: int) -> None:
         """Take in the next ``most`` places; what is not indexed yet is not found, or an older place in its stead."""
@@ -76,10 +78,10 @@ class Lookup:
             if token != guessed:
                 return
 
-    def _chance(self, agreed: int) -> float:
-        bucket = _bucket(agreed)
-        return self._right[bucket] / self._tried[bucket]
-
 
 def _bucket(agreed: int) -> int:
     return 0 if agreed <= 3 else 1 if agreed <= 5 else 2 if agreed <= 8 else 3
+
+
+# By how many tokens agree: the record of each token that follows.
+_BUCKETS = [[_bucket(agreed + depth) for depth in range(_DEPTH)] for agreed in range(_LONGEST + 1)]

@@ -9,7 +9,7 @@ the batch is large, or the heads are unsure, that is none, which is vanilla deco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from types import MappingProxyType
@@ -134,6 +134,7 @@ def plan_drafts(
     cost: StepCost,
     num_prefilling: int = 0,
     row_cost_factor: float = 1.0,
+    best_first: BestFirst | None = None,
 ) -> dict[int, Draft]:
     """Nodes for every sequence in ``requests`` (keys are the caller's).
 
@@ -141,7 +142,8 @@ def plan_drafts(
     that the step can hold. Sequences with a tree of their own get it first; the rest share what is left by goodput.
     ``num_prefilling`` more sequences will decode when their prompts are read: what a token is worth is the time it
     will save among all of them. ``row_cost_factor``: measured time of one more row / what ``cost`` says of it, see
-    :meth:`backends.cost.calibration.Calibration.row_cost_factor`.
+    :meth:`backends.cost.calibration.Calibration.row_cost_factor`. ``best_first``: who takes the nodes, with the same
+    result as :func:`best_first_nodes`, which does by default.
     """
     drafts: dict[int, Draft] = {}
     if not requests:
@@ -156,14 +158,23 @@ def plan_drafts(
     nodes = sum(len(draft.tokens) for draft in drafts.values())
     base_tokens = sequences + num_prefilling + sum(draft.expected for draft in drafts.values())
     base_ms = cost.decode_ms(sequences + num_prefilling, nodes, num_prefill_rows)
-    order = _best_first(
-        planned, base_tokens, node_budget, cost, base_ms, sequences + num_prefill_rows + nodes, row_cost_factor
-    )
-    for key in planned:
-        drafts[key] = Draft()
-    for node in order:
-        drafts[node.key].add(node.token, node.parent_row, node.source, node.survival)
-    return drafts
+    goodput = Goodput(base_tokens, node_budget, cost, base_ms, sequences + num_prefill_rows + nodes, row_cost_factor)
+    return {**drafts, **(best_first or best_first_nodes)(planned, goodput)}
+
+
+class Goodput(NamedTuple):
+    """What a step brings and costs before candidates: tokens, milliseconds by the table ``cost``, and rows."""
+
+    base_tokens: float
+    node_budget: int
+    cost: StepCost
+    base_ms: float
+    base_rows: int
+    row_cost_factor: float
+
+
+# Takes the nodes that maximise tokens per millisecond; a draft for each request, empty where none of its is worth it.
+BestFirst = Callable[[dict[int, DraftRequest], Goodput], dict[int, Draft]]
 
 
 # Rows over which the price of one more is taken: the table has steps.
@@ -309,23 +320,16 @@ class _Lists:
 
 
 # A dip in the ratio may only be a step in the cost table, so the search goes on a little past the best point.
-_GIVE_UP = 0.93
+GIVE_UP = 0.93
 
 
-def _best_first(
-    requests: dict[int, DraftRequest],
-    base_tokens: float,
-    node_budget: int,
-    cost: StepCost,
-    base_ms: float,
-    base_rows: int,
-    row_cost_factor: float,
-) -> list[_Node]:
+def best_first_nodes(requests: dict[int, DraftRequest], goodput: Goodput) -> dict[int, Draft]:
     """The nodes that maximise tokens per millisecond, each after its parent and its better siblings.
 
     Taking a guess opens its next sibling and the first guess below it. Plain tuples and one loop: this runs in every
-    step, for all sequences.
+    step, for all sequences. The reference for :mod:`backends.speculation.native_planner`, and what runs without it.
     """
+    base_tokens, node_budget, cost, base_ms, base_rows, row_cost_factor = goodput
     # (-survival, depth, key, serial, list, rank, parent row, survival of the parent)
     heap: list[tuple[float, int, int, int, int, int, int, float]] = []
     lists: dict[int, _Lists] = {}
@@ -357,7 +361,7 @@ def _best_first(
         ratio = tokens / (base_ms + (forward_ms(base_rows + len(order)) - base_forward_ms) * row_cost_factor)
         if ratio > best_ratio:
             best_ratio, best_count = ratio, len(order)
-        elif ratio < best_ratio * _GIVE_UP:
+        elif ratio < best_ratio * GIVE_UP:
             break
         found.taken += 1
         if found.taken >= found.nodes:
@@ -373,4 +377,7 @@ def _best_first(
             child = survival * found.first(depth + 1, following)
             if child > 0.0:
                 heappush(heap, (-child, depth + 1, key, serial + 1, following, 0, found.taken, survival))
-    return order[:best_count]
+    drafts = {key: Draft() for key in requests}
+    for node in order[:best_count]:
+        drafts[node.key].add(node.token, node.parent_row, node.source, node.survival)
+    return drafts

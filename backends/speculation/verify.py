@@ -52,15 +52,14 @@ def verify(runner: ModelRunner, logits: torch.Tensor, requests: SequenceOf[Verif
     ``logits`` [R, V] float32. Sequences don't influence each other. A token that is none
     (:data:`backends.sampling.rows.NO_TOKEN`) ends its sequence's list: the row that it was drawn from is broken.
     """
-    results, children = [], []
-    for request in requests:
-        results.append(AcceptResult())
-        children.append(request.draft.children())
+    results = [AcceptResult() for _ in requests]
+    children = [request.draft.children() for request in requests]
     at = [0] * len(results)
     active = list(range(len(results)))
+    plain = all(each.params.greedy and each.processor is None and each.acceptance == "exact" for each in requests)
     while active:
-        visits = []
-        for i in active:
+        visits: list[Visit] = []
+        for i in active if not plain else ():
             request, result = requests[i], results[i]
             if request.acceptance == "typical":
                 _follow_typical(logits, request, children[i], at, i, result)
@@ -73,10 +72,15 @@ def verify(runner: ModelRunner, logits: torch.Tensor, requests: SequenceOf[Verif
                     tuple(result.tokens) if request.processor else (),
                 )
             )
+        if plain:
+            drawn = runner.argmax(logits, [requests[i].first_row + at[i] for i in active])
+        else:
+            drawn = draw_tokens(runner, logits, visits)
         following = []
-        for i, token in zip(active, draw_tokens(runner, logits, visits), strict=True):
-            results[i].tokens.append(token)
-            results[i].rows.append(at[i])
+        for i, token in zip(active, drawn, strict=True):
+            result = results[i]
+            result.tokens.append(token)
+            result.rows.append(at[i])
             child = children[i][at[i]].get(token)
             if child is not None:
                 at[i] = child

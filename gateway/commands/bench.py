@@ -15,7 +15,7 @@ from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
-_KINDS = ("decoding", "sweep", "structured", "prefix", "telemetry", "peers", "load", "prompts")
+_KINDS = ("decoding", "sweep", "structured", "prefix", "telemetry", "host", "peers", "load", "prompts")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
         "measures answers by JSON schema; `bench prefix` conversations with and without the prefix cache; "
         "`bench telemetry` "
         "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without; "
+        "`bench host` measures the engine's own share of a step, with the device stubbed out; "
         "`bench peers` compares with other engines, as `make peers` installs them; `bench load` does so over HTTP; "
         "`bench prompts` brings a public benchmark's prompts from where you say.",
     )
@@ -34,12 +35,13 @@ def add_parser(subparsers: Any) -> None:
     add("what", nargs="?", choices=_KINDS, default="decoding", help="default: %(default)s")
     add_engine_options(add, "--model", "--heads", "--device", "--dtype", "--runner", "--quantize")
     add("--quick", action="store_true", help="concurrency 1, greedy, within 45 seconds; of peers about 80")
-    add("--rounds", type=int, metavar="N", help="default: 3; of telemetry 24; of prefix 8 conversations")
+    rounds = "default: 3; of telemetry 24; of prefix 8 conversations; of the host 100 steps"
+    add("--rounds", type=int, metavar="N", help=rounds)
     add(
         "--concurrency",
         type=_integers,
         metavar="N,N",
-        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16",
+        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16; of the host 1,16,64,256",
     )
     add("--temperature", type=_numbers, metavar="T,T", help="of decoding only; default: 0,0.7")
     add(
@@ -169,12 +171,26 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(str(error)) from error
 
 
+def _host(args: argparse.Namespace) -> dict[str, Any]:
+    for flag in ("model", "heads", "quantize", "max_tokens"):
+        if getattr(args, flag, None) is not None:
+            raise ValueError(f"--{flag.replace('_', '-')} is not for bench host, which runs no model")
+    from backends.bench.host import HostOptions, run_host
+
+    usual = HostOptions()
+    options = HostOptions(
+        sequences=args.concurrency or usual.sequences, steps=usual.steps if args.rounds is None else args.rounds
+    )
+    return run_host(options, _progress)
+
+
 _BENCHES = {
     "decoding": _decoding,
     "sweep": _sweep,
     "structured": _structured,
     "prefix": _prefix,
     "telemetry": _telemetry,
+    "host": _host,
 }
 
 

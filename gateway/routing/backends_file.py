@@ -74,7 +74,8 @@ def _kind_of(about: About) -> Kind:
     if about.indexed:
         *plain, last = about.choices
         pattern = "|".join(rf"{each}(?::\d{{1,3}})?" if each == about.indexed else each for each in about.choices)
-        return Name(pattern, f"{', '.join(plain)}, {last} or {about.indexed}:N")
+        of_one = f"{', '.join(plain)}, {last} or {about.indexed}:N; one device, as tensor parallel is not supported"
+        return Name(pattern, of_one)
     if about.choices:
         return OneOf(about.choices)
     if about.limits is not None:

@@ -77,7 +77,7 @@ def test_forced_calls_are_valid_and_the_same_without_trees(client: openai.OpenAI
         assert all(answer.choices[0].finish_reason == "tool_calls" for answer in answers)
         [[drafted], [vanilla]] = calls
         assert drafted.function == vanilla.function
-        assert answers[0].usage == answers[1].usage
+        assert answers[0].usage.completion_tokens == answers[1].usage.completion_tokens
         assert valid(drafted.function.name, drafted.function.arguments)
         if choice != "required":
             assert drafted.function.name == choice["function"]["name"]

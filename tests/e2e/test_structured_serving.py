@@ -46,7 +46,7 @@ def test_parse_gives_the_same_object_with_speculation_and_without(client: OpenAI
         choice = answer.choices[0]
         assert choice.finish_reason == "stop"
         assert isinstance(choice.message.parsed, Recipe)
-        said[method] = choice.message.content, answer.usage
+        said[method] = choice.message.content, answer.usage.completion_tokens
         decoding: dict[str, Any] = answer.decoding  # type: ignore[attr-defined]
         if method == "medusa":
             assert decoding["accepted_grammar_tokens"] > 10

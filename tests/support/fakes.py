@@ -18,6 +18,7 @@ from typing import Any
 from backends.types import (
     DecodeCounters,
     DecodingPlan,
+    DeviceReading,
     EngineLoad,
     EngineStopped,
     FinishReason,
@@ -369,6 +370,9 @@ class FakeDecoder:
 
     def optional_failures(self) -> dict[str, int]:
         return {"heads": 0}
+
+    def device_reading(self) -> DeviceReading:
+        return DeviceReading(memory_used=20 << 30, memory_total=80 << 30, utilization=0.5, power_w=300.0)
 
     def count(self, key: str, counters: DecodeCounters) -> None:
         """Add to the counters that the next :meth:`take_counters` gives; tests may do so as well."""

@@ -159,6 +159,10 @@ def test_the_rest_is_told_as_it_is(bench: Bench, ok: bool, expected: float) -> N
     assert figures["medusa_engine_up"] == {ENGINE: 1}
     assert figures["medusa_heads_stale"] == {ENGINE: 0}
     assert figures["medusa_kv_pages_limit"] == {ENGINE: 64}
+    (device,) = figures["medusa_device_power"]
+    assert device[:2] == ENGINE and figures["medusa_device_power"][device] == 300.0
+    assert figures["medusa_device_memory_used"][device] / figures["medusa_device_memory_limit"][device] == 0.25
+    assert figures["medusa_device_utilization_ratio"][device] == 0.5
     assert figures["medusa_kv_use_ratio"][ENGINE] == figures["medusa_kv_pages_used"][ENGINE] / 64
 
 

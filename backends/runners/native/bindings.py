@@ -36,6 +36,8 @@ SOURCES = (
     "kernels.c",
     "variants.c",
     "names.h",
+    "planner.h",
+    "rows.h",
     "checks.h",
     "sampling.h",
     "follow.h",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,8 @@ class NativeRunner:
     """
 
     kind = "native"
+    runs_ahead = False
+    row_buckets: Sequence[int] = ()
 
     def __init__(
         self,

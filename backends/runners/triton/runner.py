@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from backends.runners.torch_heads import heads_in_torch
 from backends.runners.triton import ops
 from backends.runners.triton.heads import TritonHeads, why_not_in_triton
 from backends.runners.triton.sampler import DeviceSampler
-from backends.runners.triton.tiling import Tiling, bucket_of, outputs_of
+from backends.runners.triton.tiling import BUCKETS, Tiling, bucket_of, outputs_of
 from backends.runners.triton.weights import DeviceWeights, Progress, load_weights, unsupported_reason
 from backends.runners.triton.work_list import ITEM, items_of, lengths_of, most_items
 from backends.sampling.rows import RowSampling
@@ -44,6 +45,8 @@ class TritonRunner:
     """
 
     kind = "triton"
+    # The input arrays of a step that a device still works on must not be filled anew, and nothing guards them yet.
+    runs_ahead = False
     software = f"torch {torch.__version__}, triton {triton.__version__}" + (", interpreted" if ops.INTERPRETED else "")
 
     def __init__(
@@ -64,6 +67,9 @@ class TritonRunner:
             raise TritonUnavailable(reason)
         self.tiling = tiling or ops.default_tiling()
         self.num_pages, self.max_rows, self.max_context = num_pages, max_rows, max_context
+        # In the interpreter a step's time says nothing.
+        on_device = self.device.type == "cuda"
+        self.row_buckets: Sequence[int] = [rows for rows in BUCKETS if rows <= max_rows] if on_device else ()
         self.weights: DeviceWeights = load_weights(model, self.device, max_context, progress)
         weights = self.weights
         self.dtype = weights.embeddings.dtype

@@ -42,7 +42,7 @@ def chunks_of(*steps: tuple[str, Sequence[int]], finish: Any = "stop") -> list[T
     for position, (text, ids) in enumerate(steps):
         count += len(ids)
         last = position == len(steps) - 1
-        chunks.append(TokenChunk(text, tuple(ids), (), count, finish if last else None))
+        chunks.append(TokenChunk(text, tuple(ids), num_tokens=count, finish_reason=finish if last else None))
     return chunks
 
 
@@ -147,7 +147,7 @@ def test_tokens_of_thoughts_are_counted(steps: Any, end_id: int | None, thoughts
     chunks = chunks_of(*steps)
     for _, result in (gathered(THINKING, chunks, end_id), streamed(THINKING, chunks, end_id)):
         assert result.reasoning_tokens == thoughts
-        told = usage(5, [result])
+        told = usage(5, [result], 1)
         assert told.completion_tokens_details is not None
         assert told.completion_tokens_details.reasoning_tokens <= told.completion_tokens
 
@@ -156,7 +156,7 @@ def test_an_answer_without_thoughts_has_none_of_their_tokens() -> None:
     form = AnswerForm(thinks=True)
     _, result = gathered(form, chunks_of(("a", [1]), ("b", [2])))
     assert result.reasoning_tokens == 0
-    assert usage(1, [gathered(TAGGED, chunks_of(("a", [1])))[1]]).completion_tokens_details is None
+    assert usage(1, [gathered(TAGGED, chunks_of(("a", [1])))[1]], 1).completion_tokens_details is None
 
 
 def test_thoughts_that_begin_in_pieces_are_counted() -> None:

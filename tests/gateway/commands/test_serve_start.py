@@ -29,7 +29,7 @@ START = [
     r"try it:  curl .*",
 ]
 CONVERTING = LOGGED + rf"converting {MODEL} \(not converted yet\): a few seconds, once"
-NO_KERNELS = r"[\d-]+ [\d:,]+ WARNING backends\.engine\.loading: no C kernels here \(.*\): torch operations .*"
+NO_KERNELS = r"[\d-]+ [\d:,]+ WARNING backends\.engine\.\w+: no C kernels here \(.*\): torch operations .*"
 BUSY = r"[\d-]+ [\d:,]+ WARNING backends\.cost\.persistence: .*"
 """On a machine that has other things to do, or is slow."""
 

@@ -120,6 +120,12 @@ UPSTREAM = "{name: b, kind: openai, serves: m, url: 'http://h/v1'%s}"
         ("version: 1\nbackends:\n  - {name: a, kind: engine, url: x}", 3, "backends[0].url", "unknown field"),
         ("version: 1\nbackends:\n  - {name: a, kind: engine, device: tpu}", 3, "backends[0].device", "cuda:N"),
         (
+            "version: 1\nbackends:\n  - {name: a, kind: engine, device: 'cuda:0,cuda:1'}",
+            3,
+            "backends[0].device",
+            "tensor parallel is not supported",
+        ),
+        (
             "version: 1\nbackends:\n  - {name: a, kind: engine, quantize: int2}",
             3,
             "backends[0].quantize",

@@ -1,4 +1,5 @@
-// Which variants of the kernels this CPU can run. Compiled for any CPU of its architecture.
+// What is compiled once for any CPU of its architecture: which variants of the kernels this one can run, and what
+// needs no variants: the planner of candidates, and the rows of a step.
 //
 // One library holds all variants of an architecture: kernels.c is compiled once for each, with its own flags and its
 // name as MG_VARIANT (names.h), and this file once without any. A new variant of an architecture needs
@@ -7,6 +8,9 @@
 //     multiply-add, maximum, conversions, dot products, and the size of the micro-kernel's tiles. Nothing else in these
 //     files knows instructions.
 // All give the same bits: tests/backends/runners/test_variants.py compares every variant that the CPU can run.
+
+#include "planner.h"
+#include "rows.h"
 
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
