@@ -33,6 +33,8 @@ _FAMILY_NAMES = {
     "o": "asks for",
     "s": "structure",
     "e": "context",
+    "r": "pasted",
+    "m": "around",
 }
 
 
