@@ -13,13 +13,14 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 from gateway.classifier.lexicon import HEAD_FINAL, UNSPACED, Lexicon, tokens
-from gateway.classifier.text import LONG_CHARS, RequestText, read_request
+from gateway.classifier.text import DENSE_LONG_CHARS, LONG_CHARS, RequestText, read_request
 
 FEATURES_VERSION = 2
 """Raised whenever the same prompt gets other features; an artifact of another version is refused."""
 
 MAX_WORDS = 48  # of one sentence
 MAX_SENTENCES = 5  # from either end
+MAX_QUESTIONS = 3  # between those
 
 SURE_SCORE = 1.5
 """Score from which on a sentence surely asks, so that the rest of a long prompt is material."""
@@ -41,6 +42,12 @@ FORMS = frozenset(
     }
 )
 MARKERS = frozenset({"about", "that", "this", "de", "please", "can", "want"})
+
+
+GROUP = "t"
+"""Family of the block that carries no features but the calibration group of the request's language."""
+GROUPS = ("en", "dense", "other")
+"""English; languages written without spaces; all others. Scores of each are softened by a temperature of its own."""
 
 
 class Block(NamedTuple):
@@ -94,7 +101,8 @@ def blocks_of(request: RequestText, lexicon: Lexicon) -> list[Block]:
     chosen = range(len(parts))
     if len(parts) > 2 * MAX_SENTENCES:
         head, tail = range(len(parts))[:MAX_SENTENCES], range(len(parts))[-MAX_SENTENCES:]
-        chosen = sorted({*head, *middle, *tail})
+        asked = [i for i in range(MAX_SENTENCES, len(parts) - MAX_SENTENCES) if parts[i].rstrip().endswith(_QUESTION)]
+        chosen = sorted({*head, *middle, *asked[:MAX_QUESTIONS], *tail})
     parts = [parts[i] for i in chosen]
     split = [tokens(part.lower())[:MAX_WORDS] for part in parts]
     every_word = list(chain.from_iterable(split))
@@ -105,18 +113,28 @@ def blocks_of(request: RequestText, lexicon: Lexicon) -> list[Block]:
     scores = [sentence.score for sentence in sentences]
     ranked = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)  # stable: of equals, the earlier first
     blocks: list[Block] = []
-    asking = ranked[:2] if len(ranked) > 1 and scores[ranked[1]] > 1.5 else ranked[:1]
-    long = request.length >= LONG_CHARS
+    asking = ranked[:2] if len(ranked) > 1 and _asks_too(sentences[ranked[1]]) else ranked[:1]
+    long = request.length >= (DENSE_LONG_CHARS if language in UNSPACED else LONG_CHARS)
+    if ranked and chosen[ranked[0]] in aside:
+        long = True  # a request with its material below or above
+    persona = _persona(sentences)
+    if persona >= 0:
+        # Who is to answer decides more than what they are asked.
+        asking = [persona, *[index for index in asking if index != persona][:1]]
+    second = 0.4 if persona >= 0 or long else 0.7
     for rank, index in enumerate(asking):
-        _sentence_blocks(sentences[index], 1.0 if rank == 0 else 0.3 if long else 0.7, language, blocks)
-    rest = [sentences[index] for index in ranked[len(asking) :]]
+        _sentence_blocks(sentences[index], 1.0 if rank == 0 else second, language, blocks)
+    rest = [sentences[index] for index in ranked if index not in asking]
     best = sentences[ranked[0]] if ranked else Sentence("", [], [], 0.0, False)
     _rest_blocks(rest, long and best.score >= SURE_SCORE, language, blocks)
     _opening_blocks(best, bool(request.code), language, blocks)
+    if persona >= 0:
+        blocks.append(Block("i", 1.0, _persona_keys(sentences[persona], rest, language)))
     asked = "\n".join(sentences[index].text for index in asking)
     blocks.append(Block("s", 1.0, _structure(request, asked, best)))
     blocks.append(Block("m", 0.5, _surroundings(request, raw, long)))
     _context_blocks(request, best, lexicon, blocks)
+    blocks.append(Block(GROUP, 0.0, ("en" if language == "en" else "dense" if language in UNSPACED else "other",)))
     return blocks
 
 
@@ -145,6 +163,11 @@ def _sentences(
         score += ASIDE_SCORE if place == "aside" else 0.4 * (index == 0) + 0.6 * (index == last)
         sentences.append(Sentence(part, words, found, score, asks))
     return sentences
+
+
+def _asks_too(sentence: Sentence) -> bool:
+    """Whether a sentence beside the best one asks for something itself."""
+    return sentence.score > 1.5 and (sentence.asks or sentence.text.rstrip().endswith(_QUESTION))
 
 
 def _noun_first(found: list[str]) -> list[str]:
@@ -179,7 +202,8 @@ def _rest_blocks(rest: Sequence[Sentence], pasted: bool, language: str, blocks: 
     """Sentences that don't ask. Of pasted material only the concepts, in a family of their own: it tells little, and
     what it weighs must not grow with its length."""
     words = [word for sentence in rest for word in sentence.words]
-    found = [concept for sentence in rest for concept in sentence.concepts]
+    # Each once: a word that a text repeats says no more of what is asked about it.
+    found = list(dict.fromkeys(concept for sentence in rest for concept in sentence.concepts))
     if pasted:
         blocks.append(Block("r", 0.3 / sqrt(1 + len(found)), found))
         return
@@ -201,17 +225,31 @@ def _opening_blocks(best: Sentence, has_code: bool, language: str, blocks: list[
         before = found[: found.index("about")]
         keys += [f"a:{concept}" for concept in before]
     keys += [f"y:{name}" for name in sorted(_KINDS.intersection(found))]
-    if not _PERSONA.isdisjoint(found):
-        # A persona by name (You are Ada), by trade (a lawyer) or by what it is (a dragon): the forms of answer differ.
-        who = next((concept for concept in found if concept in ("pro", "figure", "fantasy", "program", "code")), "-")
-        keys += [f"who:{who}", f"who:{who}>{'asks' if 'wh' in found or 'suggest' in found else '-'}"]
-        if _NAMED.search(best.text):
-            keys.append("who:named" if language != "de" else "who:noun")
     if has_code:
         keys += [f"k:{concept}" for concept in found[:6]] + [f"kv:{verb}"]
     blocks.append(Block("o", 1.0, keys))
     if language not in UNSPACED and best.words:
         blocks.append(Block("h", 0.7, [*best.words[:5], " ".join(best.words[:2]), " ".join(best.words[:3])]))
+
+
+def _persona(sentences: Sequence[Sentence]) -> int:
+    """Which of the first two sentences says who is to answer ("You are a pirate"); -1 if none does."""
+    for index, sentence in enumerate(sentences[:2]):
+        if not _PERSONA.isdisjoint(sentence.concepts[:3]):
+            return index
+    return -1
+
+
+def _persona_keys(sentence: Sentence, rest: Sequence[Sentence], language: str) -> list[str]:
+    """A persona by name (Ada), by trade (a lawyer), or by what it is (a dragon): the forms of answer differ."""
+    found = sentence.concepts
+    who = [concept for concept in ("figure", "fantasy", "pro", "program", "code", "character") if concept in found]
+    keys = [f"who:{name}" for name in who] or ["who:-"]
+    if any("fantasy" in other.concepts or "figure" in other.concepts for other in rest[:3]):
+        keys.append("who:fantasy around")
+    if _NAMED.search(sentence.text):
+        keys.append("who:named" if language != "de" else "who:noun")
+    return keys
 
 
 def _structure(request: RequestText, asked: str, best: Sentence) -> list[str]:

@@ -25,6 +25,8 @@ ASIDE_CHARS = 240
 """The longest paragraph that counts as set apart from a paste."""
 LONG_CHARS = 400
 """From here on a prompt may be a paste with a question; below, all of it is taken for the request."""
+DENSE_LONG_CHARS = 150
+"""The same for scripts that say in one character what others say in several."""
 CONTEXT_CHARS = 200
 EARLIER_TURNS = 2
 FENCE = "```"
@@ -101,7 +103,7 @@ def read_request(messages: Sequence[Mapping[str, Any]] | str) -> RequestText:
         context=tuple(_normal(text) for text in context if text),
         answered_in_code=any(FENCE in text[:2000] for text in answers),
         middle=middle,
-        aside=_aside(last, sentences) if len(last) > LONG_CHARS else frozenset(),
+        aside=_aside(last, sentences) if "\n\n" in last[: ASIDE_CHARS + 2] + last[-ASIDE_CHARS - 2 :] else frozenset(),
     )
 
 

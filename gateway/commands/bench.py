@@ -15,7 +15,7 @@ from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
-_KINDS = ("decoding", "sweep", "structured", "telemetry", "peers", "load", "prompts")
+_KINDS = ("decoding", "sweep", "structured", "telemetry", "peers", "load", "prompts", "misclassified")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,6 +26,7 @@ def add_parser(subparsers: Any) -> None:
         "compares adaptive decoding with vanilla and static trees over classes and loads instead; `bench structured` "
         "measures answers by JSON schema; `bench telemetry` "
         "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without; "
+        "`bench misclassified` decodes each class's prompts by the plan of each other class; "
         "`bench peers` compares with other engines, as `make peers` installs them; `bench load` does so over HTTP; "
         "`bench prompts` brings a public benchmark's prompts from where you say.",
     )
@@ -38,14 +39,14 @@ def add_parser(subparsers: Any) -> None:
         "--concurrency",
         type=_integers,
         metavar="N,N",
-        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16",
+        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16; of misclassified 1,4",
     )
     add("--temperature", type=_numbers, metavar="T,T", help="of decoding only; default: 0,0.7")
     add(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="longest answer; default: 128; of telemetry 64, of peers 32, else 48",
+        help="longest answer; default: 128; of telemetry 64, of peers 32, of misclassified 64, else 48",
     )
     add("--policy", metavar="FILE", help="of telemetry only; default: vanilla decoding, the same steps for all")
     add(
@@ -125,6 +126,18 @@ def _structured(args: argparse.Namespace) -> dict[str, Any]:
     return run_structured(options, _progress)
 
 
+def _misclassified(args: argparse.Namespace) -> dict[str, Any]:
+    from gateway.bench.misclassified import MisclassifiedOptions, run_misclassified
+
+    options = MisclassifiedOptions(
+        _engine(args),
+        concurrencies=args.concurrency or (1, 4),
+        rounds=args.rounds or _ROUNDS,
+        max_tokens=args.max_tokens or 64,
+    )
+    return run_misclassified(options, _progress)
+
+
 def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
     if args.concurrency is not None and len(args.concurrency) > 1:
         raise ValueError("--concurrency of bench telemetry is one number, such as 16")
@@ -152,7 +165,13 @@ def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(str(error)) from error
 
 
-_BENCHES = {"decoding": _decoding, "sweep": _sweep, "structured": _structured, "telemetry": _telemetry}
+_BENCHES = {
+    "decoding": _decoding,
+    "sweep": _sweep,
+    "structured": _structured,
+    "telemetry": _telemetry,
+    "misclassified": _misclassified,
+}
 
 
 def _engine(args: argparse.Namespace) -> EngineOptions:

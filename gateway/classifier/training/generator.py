@@ -20,11 +20,13 @@ from gateway.classifier.training.pastes import paste, place
 PROMPTS_DIR = Path(__file__).parent.parent / "assets" / "prompts"
 LABELS = ("chat", "code", "creative")
 LICENCE = "Apache-2.0"
-DEFAULT_COUNT = 48_000
-KINDS_SHARE = 0.6
+DEFAULT_COUNT = 54_000
+KINDS_SHARE = 0.55
 """Share of prompts by the templates of kinds/, in the languages that have them: what people paste, in plain words."""
 PASTE_SHARE = 0.3
 """Share of those that come with a long paste."""
+CONSTRAINT_SHARE = 0.12
+"""Share of the others that end with a wish about the form, such as "no commas", which says nothing of the class."""
 LISTS = ("ask.", "system", "turn.")
 """Sections with these names are lists of values, as are "sentence", "article", "follow" and what `paste` joins."""
 
@@ -57,7 +59,15 @@ def parse_templates(language: str, text: str) -> Templates:
         elif line.strip():
             sections.setdefault(section, []).append(line)
     for name in [*sections]:
-        if name.startswith(LISTS) or name in ("sentence", "article", "follow", "subject", "verb", "clause"):
+        if name.startswith(LISTS) or name in (
+            "sentence",
+            "article",
+            "follow",
+            "subject",
+            "verb",
+            "clause",
+            "constraint",
+        ):
             slots[name] = _values(" | ".join(sections.pop(name)))
     return Templates(language, slots, sections)
 
@@ -138,7 +148,10 @@ class PromptGenerator:
                 ask = self._prompt(kinds, label, rng)
             yield "user", place(material, _disturb(ask, kinds.language, rng, typos=False), rng)
             return
-        yield "user", _disturb(self._prompt(kinds, label, rng), kinds.language, rng)
+        prompt = _disturb(self._prompt(kinds, label, rng), kinds.language, rng)
+        if rng.random() < CONSTRAINT_SHARE:
+            prompt += rng.choice((" ", " ", "\n\n")) + fill(rng.choice(kinds.slots["constraint"]))
+        yield "user", prompt
 
     def _prompt(self, templates: Templates, label: str, rng: random.Random) -> str:
         return self._filled(rng.choice(templates.sections[label]), templates, rng)
