@@ -84,7 +84,7 @@ few rows of one label has a jumpy macro-F1: read the row counts.
 
 ## Limits
 
-- It reads the head and tail of a long prompt; an instruction in the middle of a long paste is missed.
+- It reads the head and tail of a long prompt; in the middle it sees questions and short paragraphs only.
 - Role-play in a real profession (an accountant, a tutor) is `chat`, a fictional or historical persona is
   `creative`; the line is thin, and such prompts are where it errs most.
 - Languages without a lexicon file fall back on structure and on words shared with others.

@@ -19,7 +19,7 @@ from sklearn.metrics import f1_score
 from gateway.classifier.lexicon import Lexicon, read_lexicon
 from gateway.classifier.training.dataset import DataError, Example, shipped_sets
 from gateway.classifier.training.earlier import Earlier
-from gateway.classifier.training.fit import C, LONG_PROMPT, FeatureMatrix, fit_weights, is_generated
+from gateway.classifier.training.fit import LONG_PROMPT, C, FeatureMatrix, fit_weights, is_generated
 from gateway.classifier.training.generator import LABELS
 
 MIN_LANGUAGE_ROWS = 3
