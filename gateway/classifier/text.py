@@ -150,8 +150,12 @@ def _questions(text: str) -> list[str]:
     found: list[str] = []
     for mark in QUESTION_MARKS:
         end = -1
-        # `find` runs over a paste many times faster than a regular expression does.
-        while len(found) < MIDDLE_SENTENCES and (end := text.find(mark, end + 1)) >= 0:
+        # `find` runs over a paste many times faster than a regular expression does; few tries, since some text is
+        # nothing but marks.
+        for _ in range(4 * MIDDLE_SENTENCES):
+            end = text.find(mark, end + 1)
+            if end < 0 or len(found) == MIDDLE_SENTENCES:
+                break
             low = max(0, end - ASIDE_CHARS)
             start = max(low - 1, *(text.rfind(stop, low, end) for stop in "\n.!?。！？؟।"))
             if end - start > 5:

@@ -337,3 +337,10 @@ def test_code_marks(text: str, marks: int) -> None:
 )
 def test_sentences_end_at_marks(text: str, sentences: tuple[str, ...]) -> None:
     assert read_request(text).sentences == sentences
+
+
+def test_questions_are_found_between_the_windows_and_few_marks_are_tried() -> None:
+    line = "Nothing is asked in this line of the paste. "
+    request = read_request(f"{line * 40}\nWho paid for it? {line * 40}")
+    assert [request.sentences[i] for i in request.middle] == ["Who paid for it?"]
+    assert not read_request("?" * 100_000).middle
