@@ -78,7 +78,10 @@ def run_misclassified(
         "plans": learnt,
         "cells": report,
         "most_lost": max(round(1 - row["by_table"], 3) for row in report if row["plan_of"] != AGAIN),
-        "equal_runs_apart": max(round(abs(1 - row["by_clock"]), 3) for row in report if row["plan_of"] == AGAIN),
+        "equal_runs_apart": {
+            by: max(round(abs(1 - row[by]), 3) for row in report if row["plan_of"] == AGAIN)
+            for by in ("by_clock", "by_table")
+        },
     }
 
 

@@ -45,6 +45,7 @@ def render(arrays: ModelArrays, scores: str = NO_SCORES) -> str:
     sources = about.get("sources", {})
     right = 100 * about.get("certain_accuracy", 0)
     held_out = ", ".join(f"{name} {value:.3f}" for name, value in about.get("held_out", {}).items())
+    held_out = held_out and f"\n- Macro-F1 on unseen sources (five folds of whole sources): {held_out}."
     temperatures = ", ".join(f"{group} {value:.2f}" for group, value in arrays.temperatures.items())
     rows = [
         f"| {name} | {', '.join(s['licences'])} | {_counts(s['labels'])} | {_counts(s['languages'])} |"
@@ -62,8 +63,7 @@ included. (An artifact trained on other labels follows its own data.)
 - Logistic regression over {len(arrays.keys)} features: words, concepts of a multilingual lexicon, structure.
 - Calibrated on held-out sources, temperatures by language: {temperatures}. `uncertain` below a probability of
   {arrays.uncertain_below:.2f}: {100 * about.get("uncertain", 0):.0f}% of the prompts of unseen sources,
-  {right:.1f}% right among the others; calibration error {about.get("calibration_error", 0):.3f}.
-- Macro-F1 on unseen sources (five folds of whole sources): {held_out}.
+  {right:.1f}% right among the others; calibration error {about.get("calibration_error", 0):.3f}.{held_out}
 
 ## Data
 
