@@ -86,6 +86,7 @@ _SCHEMA = re.compile(r"\w\((?:\w+, ?)+\w+\)")
 _NAMED = re.compile(r"[a-z\u00df-\u00ff,] [A-Z\u00c0-\u00de][a-z\u00df-\u00ff]")
 _PERSONA = frozenset({"persona", "roleplay", "imagine"})
 _KINDS = frozenset({"maths", "prove", "sheet", "tooluse", "art", "os", "pro", "figure"})
+_HEADING = (":", "：")
 _QUESTION = ("?", "？", "؟", "か。", "吗。")
 _REQUEST_MARKS = frozenset({"please", "can", "want", "how", "wh"})
 
@@ -131,7 +132,7 @@ def blocks_of(request: RequestText, lexicon: Lexicon) -> list[Block]:
     if persona >= 0:
         blocks.append(Block("i", 1.0, _persona_keys(sentences[persona], rest, language)))
     asked = "\n".join(sentences[index].text for index in asking)
-    blocks.append(Block("s", 1.0, _structure(request, asked, best)))
+    blocks.append(Block("s", 0.5, _structure(request, asked, best)))
     blocks.append(Block("m", 0.5, _surroundings(request, raw, long)))
     _context_blocks(request, best, lexicon, blocks)
     blocks.append(Block(GROUP, 0.0, ("en" if language == "en" else "dense" if language in UNSPACED else "other",)))
@@ -157,10 +158,13 @@ def _sentences(
                 found = _noun_first(found)
             asks = not ASKING.isdisjoint(found)
             score = 2.0 * (not ASKING.isdisjoint(found[:2])) + asks
-            score += 1.0 * (not _REQUEST_MARKS.isdisjoint(found[:3])) + 0.5 * (not FORMS.isdisjoint(found))
+            form = not FORMS.isdisjoint(found)
+            score += 1.0 * (not _REQUEST_MARKS.isdisjoint(found[:3])) + 0.5 * form + 0.7 * (asks and form)
         place, inside = places[index]
-        score += 1.5 * part.rstrip().endswith(_QUESTION) - 1.0 * inside
-        score += ASIDE_SCORE if place == "aside" else 0.4 * (index == 0) + 0.6 * (index == last)
+        end = part.rstrip()
+        # A line that ends with a colon is often a heading: "Translation:".
+        score += 1.5 * end.endswith(_QUESTION) - 1.0 * (end.endswith(_HEADING) and index < last) - 1.0 * inside
+        score += ASIDE_SCORE if place == "aside" else 1.0 * (index == 0) + 0.8 * (index == last)
         sentences.append(Sentence(part, words, found, score, asks))
     return sentences
 

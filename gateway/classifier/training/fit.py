@@ -28,7 +28,7 @@ LONG_PROMPT = 1_024
 """Characters of the last message from which on a prompt is scored as a long one too."""
 C = 2.0
 MAX_ITERATIONS = 300
-GENERATED_WEIGHT = 0.7
+GENERATED_WEIGHT = 0.5
 """Of a generated prompt, against 1 of a real one: there are many, and they resemble each other."""
 UNSEEN_LABEL_BIAS = -30.0
 """Score of a label that a fold's training rows lack."""

@@ -20,8 +20,8 @@ from gateway.classifier.training.pastes import paste, place
 PROMPTS_DIR = Path(__file__).parent.parent / "assets" / "prompts"
 LABELS = ("chat", "code", "creative")
 LICENCE = "Apache-2.0"
-DEFAULT_COUNT = 54_000
-KINDS_SHARE = 0.55
+DEFAULT_COUNT = 72_000
+KINDS_SHARE = 0.42
 """Share of prompts by the templates of kinds/, in the languages that have them: what people paste, in plain words."""
 PASTE_SHARE = 0.3
 """Share of those that come with a long paste."""
@@ -33,6 +33,8 @@ LISTS = ("ask.", "system", "turn.")
 _CHOICE = re.compile(r"\{([^{}]*)\}")
 _MATERIAL = re.compile(r"<<(\w+)>>")
 _ENGLISH_SHARE = 0.5
+_SHARES = {"zh": 3.0, "es": 1.5, "fr": 1.5, "de": 1.5}
+"""How much of what is left a language gets, where others get 1: those with more templates have more to show."""
 _KEYS = "qwertyuiopasdfghjklzxcvbnm"
 
 
@@ -94,10 +96,12 @@ class PromptGenerator:
 
     def generate(self, count: int = DEFAULT_COUNT, seed: int = 0, leave_out: str = "") -> list[Example]:
         """About `count` examples, balanced over labels; `leave_out` names a language to skip."""
-        others = len(self.languages) - 1
+        others = sum(_SHARES.get(language, 1.0) for language in self.languages if language != "en")
         examples: list[Example] = []
         for language in self.languages:
-            share = _ENGLISH_SHARE if language == "en" else (1 - _ENGLISH_SHARE) / others
+            share = _ENGLISH_SHARE
+            if language != "en":
+                share = (1 - _ENGLISH_SHARE) * _SHARES.get(language, 1.0) / others
             if language != leave_out:
                 examples += self._stream(language, round(count * share), random.Random(f"{seed}/{language}"))
         return examples
