@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from gateway.classifier.features import FEATURES_VERSION, Block, extract
+from gateway.classifier.features import FEATURES_VERSION, GROUPS, Block, extract
 from gateway.classifier.lexicon import Lexicon
 
-ARTIFACT_VERSION = 1
+ARTIFACT_VERSION = 2
 DEFAULT_ARTIFACT = Path(__file__).parent / "assets" / "classifier.npz"
 
 _FAMILY_NAMES = {
@@ -33,6 +33,9 @@ _FAMILY_NAMES = {
     "o": "asks for",
     "s": "structure",
     "e": "context",
+    "i": "persona",
+    "r": "pasted",
+    "m": "around",
 }
 
 
@@ -78,7 +81,8 @@ class ModelArrays:
     """(family, key) of weight rows 1, 2, ...; row 0 is zeros and stands for unknown keys."""
     weights: np.ndarray  # [len(keys) + 1, labels], float32
     bias: np.ndarray  # [labels], float32
-    temperature: float
+    temperatures: dict[str, float]
+    """By calibration group (`features.GROUPS`)."""
     uncertain_below: float
     lexicon: tuple[tuple[str, str, str], ...]
     about: dict[str, Any]
@@ -93,8 +97,9 @@ class PromptClassifier:
         self.uncertain_below = arrays.uncertain_below
         self.about = arrays.about
         self._lexicon = Lexicon(arrays.lexicon)
-        self._weights = arrays.weights / np.float32(arrays.temperature)
-        self._bias = arrays.bias / np.float32(arrays.temperature)
+        self._weights = arrays.weights
+        self._bias = arrays.bias
+        self._temperatures = arrays.temperatures
         self._index: dict[str, dict[str, int]] = {}
         for row, (family, key) in enumerate(arrays.keys, start=1):
             self._index.setdefault(family, {})[key] = row
@@ -106,7 +111,9 @@ class PromptClassifier:
 
     def classify(self, messages: Sequence[Mapping[str, Any]] | str) -> Classification:
         """The class of chat messages or of one prompt. Never raises on odd text: an empty prompt has an answer too."""
-        logits = self._logits(extract(messages, self._lexicon))
+        blocks = extract(messages, self._lexicon)
+        group = next(iter(blocks[-1].keys))  # the block of family GROUP, which is always the last
+        logits = self._logits(blocks[:-1]) / self._temperatures[group]
         scores = np.exp(logits - logits.max())
         values = (scores / scores.sum()).tolist()
         probabilities = dict(zip(self.labels, values, strict=True))
@@ -133,13 +140,15 @@ class PromptClassifier:
         """The `limit` features that spoke most for `label`."""
         column = self.labels.index(label)
         totals: dict[str, float] = {}
-        for family, weight, keys in extract(messages, self._lexicon):
+        blocks = extract(messages, self._lexicon)
+        temperature = self._temperatures[next(iter(blocks[-1].keys))]
+        for family, weight, keys in blocks[:-1]:
             index = self._index.get(family, {})
             for key in keys:
                 row = index.get(key)
                 if row:
                     name = f"{_FAMILY_NAMES.get(family, family)}: {key}"
-                    weights = self._weights[row]
+                    weights = self._weights[row] / temperature
                     totals[name] = totals.get(name, 0.0) + weight * float(weights[column] - weights.mean())
         best = sorted(
             ((score, name) for name, score in totals.items() if score > 0), key=lambda pair: (-pair[0], pair[1])
@@ -153,7 +162,7 @@ def save_arrays(arrays: ModelArrays, path: Path) -> None:
         "artifact_version": ARTIFACT_VERSION,
         "features_version": FEATURES_VERSION,
         "labels": list(arrays.labels),
-        "temperature": arrays.temperature,
+        "temperatures": arrays.temperatures,
         "uncertain_below": arrays.uncertain_below,
         "about": arrays.about,
     }
@@ -178,22 +187,28 @@ def load_arrays(path: Path) -> ModelArrays:
             weights = stored["weights"].astype(np.float32)
             bias = stored["bias"].astype(np.float32)
         versions = (meta["artifact_version"], meta["features_version"])
-        labels, temperature, below = tuple(meta["labels"]), float(meta["temperature"]), float(meta["uncertain_below"])
+        labels, below = tuple(meta["labels"]), float(meta["uncertain_below"])
+        temperatures = {group: float(meta["temperatures"][group]) for group in GROUPS} if versions == _reads() else {}
     except FileNotFoundError:
         raise ArtifactError(f"{path}: no such classifier artifact; {fix}") from None
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         raise ArtifactError(f"{path}: not a classifier artifact ({error}); {fix}") from error
-    if versions != (ARTIFACT_VERSION, FEATURES_VERSION):
+    if versions != _reads():
         raise ArtifactError(
             f"{path}: artifact version {versions[0]}, features version {versions[1]}; this gateway reads"
             f" {ARTIFACT_VERSION} and {FEATURES_VERSION}: {fix}"
         )
-    if weights.shape != (len(keys) + 1, len(labels)) or bias.shape != (len(labels),) or temperature <= 0:
+    if weights.shape != (len(keys) + 1, len(labels)) or bias.shape != (len(labels),) or min(temperatures.values()) <= 0:
         raise ArtifactError(
             f"{path}: arrays don't fit together (weights {weights.shape}, {len(keys)} keys,"
             f" {len(labels)} labels); {fix}"
         )
-    return ModelArrays(labels, keys, weights, bias, temperature, below, lexicon, meta.get("about", {}))
+    return ModelArrays(labels, keys, weights, bias, temperatures, below, lexicon, meta.get("about", {}))
+
+
+def _reads() -> tuple[int, int]:
+    """The versions of artifact and features that can be read."""
+    return ARTIFACT_VERSION, FEATURES_VERSION
 
 
 def _as_bytes(text: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from gateway.commands.engine_options import add_engine_options, given_options
 from gateway.commands.errors import CommandError
 
 _ROUNDS = 3
-_KINDS = ("decoding", "sweep", "structured", "prefix", "telemetry", "host", "peers", "load", "prompts")
+_KINDS = ("decoding", "sweep", "structured", "prefix", "telemetry", "host", "peers", "load", "prompts", "misclassified")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "`bench telemetry` "
         "compares a gateway with full telemetry, and with an exporter that reaches nobody, with one without; "
         "`bench host` measures the engine's own share of a step, with the device stubbed out; "
+        "`bench misclassified` decodes each class's prompts by the plan of each other class; "
         "`bench peers` compares with other engines, as `make peers` installs them; `bench load` does so over HTTP; "
         "`bench prompts` brings a public benchmark's prompts from where you say.",
     )
@@ -41,14 +42,15 @@ def add_parser(subparsers: Any) -> None:
         "--concurrency",
         type=_integers,
         metavar="N,N",
-        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16; of the host 1,16,64,256",
+        help="default: 1,4,16; of the sweep 1,2,4,8,16,32; of telemetry 16; of the host 1,16,64,256; of misclassified "
+        "1,4",
     )
     add("--temperature", type=_numbers, metavar="T,T", help="of decoding only; default: 0,0.7")
     add(
         "--max-tokens",
         type=int,
         metavar="N",
-        help="longest answer; default: 128; of telemetry 64, of peers 32, else 48",
+        help="longest answer; default: 128; of telemetry 64, of peers 32, of misclassified 64, else 48",
     )
     add("--policy", metavar="FILE", help="of telemetry only; default: vanilla decoding, the same steps for all")
     add(
@@ -144,6 +146,18 @@ def _prefix(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _misclassified(args: argparse.Namespace) -> dict[str, Any]:
+    from gateway.bench.misclassified import MisclassifiedOptions, run_misclassified
+
+    options = MisclassifiedOptions(
+        _engine(args),
+        concurrencies=args.concurrency or (1, 4),
+        rounds=args.rounds or _ROUNDS,
+        max_tokens=args.max_tokens or 64,
+    )
+    return run_misclassified(options, _progress)
+
+
 def _telemetry(args: argparse.Namespace) -> dict[str, Any]:
     if args.concurrency is not None and len(args.concurrency) > 1:
         raise ValueError("--concurrency of bench telemetry is one number, such as 16")
@@ -191,6 +205,7 @@ _BENCHES = {
     "prefix": _prefix,
     "telemetry": _telemetry,
     "host": _host,
+    "misclassified": _misclassified,
 }
 
 

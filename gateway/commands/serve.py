@@ -62,6 +62,7 @@ def add_parser(subparsers: Any) -> None:
 
     add = parser.add_argument_group("policy").add_argument
     add("--policy", metavar="FILE", help="decoding policy, watched for edits; default: the one that ships")
+    add("--classifier", type=Path, metavar="FILE", help="a prompt classifier of your own; default: the one that ships")
     add(
         "--redis-url",
         metavar="URL",
@@ -145,8 +146,10 @@ def _controller(args: argparse.Namespace) -> Controller:
     except ValueError as error:
         raise CommandError(f"--redis-url: {error}") from None
     try:
-        classifier = PromptClassifier.load()
+        classifier = PromptClassifier.load(args.classifier)
     except ArtifactError as error:
+        if args.classifier is not None:  # asked for by name, so not done without
+            raise CommandError(f"--classifier: {error}") from None
         logging.getLogger("gateway").error("prompts stay unclassified: %s", error)
         return Controller(policy, open_store=open_store)
     return Controller(policy, classify=lambda prompt: classifier.classify(prompt).label, open_store=open_store)

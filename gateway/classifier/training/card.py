@@ -41,7 +41,12 @@ def facts(examples: Sequence[Example]) -> dict[str, Any]:
 
 def render(arrays: ModelArrays, scores: str = NO_SCORES) -> str:
     """The card as Markdown."""
-    sources = arrays.about.get("sources", {})
+    about = arrays.about
+    sources = about.get("sources", {})
+    right = 100 * about.get("certain_accuracy", 0)
+    held_out = ", ".join(f"{name} {value:.3f}" for name, value in about.get("held_out", {}).items())
+    held_out = held_out and f"\n- Macro-F1 on unseen sources (five folds of whole sources): {held_out}."
+    temperatures = ", ".join(f"{group} {value:.2f}" for group, value in arrays.temperatures.items())
     rows = [
         f"| {name} | {', '.join(s['licences'])} | {_counts(s['labels'])} | {_counts(s['languages'])} |"
         for name, s in sources.items()
@@ -56,8 +61,9 @@ included. (An artifact trained on other labels follows its own data.)
 - Artifact version {ARTIFACT_VERSION}, features version {FEATURES_VERSION}; plain arrays in `{ARTIFACT_NAME}`, read
   without pickle.
 - Logistic regression over {len(arrays.keys)} features: words, concepts of a multilingual lexicon, structure.
-- Calibrated on held-out sources: temperature {arrays.temperature:.2f}; `uncertain` below a probability of
-  {arrays.uncertain_below:.2f}.
+- Calibrated on held-out sources, temperatures by language: {temperatures}. `uncertain` below a probability of
+  {arrays.uncertain_below:.2f}: {100 * about.get("uncertain", 0):.0f}% of the prompts of unseen sources,
+  {right:.1f}% right among the others; calibration error {about.get("calibration_error", 0):.3f}.{held_out}
 
 ## Data
 
@@ -78,7 +84,7 @@ few rows of one label has a jumpy macro-F1: read the row counts.
 
 ## Limits
 
-- It reads the head and tail of a long prompt; an instruction in the middle of a long paste is missed.
+- It reads the head and tail of a long prompt; in the middle it sees questions and short paragraphs only.
 - Role-play in a real profession (an accountant, a tutor) is `chat`, a fictional or historical persona is
   `creative`; the line is thin, and such prompts are where it errs most.
 - Languages without a lexicon file fall back on structure and on words shared with others.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -17,7 +18,8 @@ from sklearn.metrics import f1_score
 
 from gateway.classifier.lexicon import Lexicon, read_lexicon
 from gateway.classifier.training.dataset import DataError, Example, shipped_sets
-from gateway.classifier.training.fit import C, FeatureMatrix, fit_weights, is_generated
+from gateway.classifier.training.earlier import Earlier
+from gateway.classifier.training.fit import LONG_PROMPT, C, FeatureMatrix, fit_weights, is_generated
 from gateway.classifier.training.generator import LABELS
 
 MIN_LANGUAGE_ROWS = 3
@@ -69,8 +71,13 @@ class Report:
         return "\n\n".join(parts)
 
 
-def evaluate(examples: Sequence[Example], progress: Callable[[str], None] = lambda _: None) -> Report:
-    """Scores classifier and baselines on `examples` and, if they have the built-in labels, on the shipped sets."""
+def evaluate(
+    examples: Sequence[Example], progress: Callable[[str], None] = lambda _: None, before: Path | None = None
+) -> Report:
+    """Scores classifier and baselines on `examples` and, if they have the built-in labels, on the shipped sets.
+
+    With `before`, a checkout of an earlier version, that version stands beside it in place of the baselines.
+    """
     builtin = {e.label for e in examples} <= set(LABELS)
     shipped = shipped_sets() if builtin else {}
     every = [*examples, *(e for rows in shipped.values() for e in rows)]
@@ -80,18 +87,40 @@ def evaluate(examples: Sequence[Example], progress: Callable[[str], None] = lamb
     real = ~test & ~generated
     if len({e.source for e in examples if not is_generated(e)}) < 2:
         raise DataError('the data has one source only; give the lines "source"s, so that whole sources can be held out')
-    systems: Systems = {"classifier": (_linear(matrix), ~test), "TF-IDF, data only": (_baseline(matrix, real), real)}
+    if before is not None:
+        earlier = Earlier(before, every, matrix.labels)
+        try:
+            systems = {"before": (earlier.predict, ~test), "now": (_linear(matrix), ~test)}
+            return _report(matrix, systems, real, generated, shipped, progress)
+        finally:
+            earlier.close()
+    systems = {"classifier": (_linear(matrix), ~test), "TF-IDF, data only": (_baseline(matrix, real), real)}
     if generated.any():
         systems["TF-IDF, data + generated"] = (_baseline(matrix, ~test), ~test)
+    return _report(matrix, systems, real, generated, shipped, progress)
+
+
+def _report(
+    matrix: FeatureMatrix,
+    systems: Systems,
+    real: np.ndarray,
+    generated: np.ndarray,
+    shipped: dict[str, list[Example]],
+    progress: Callable[[str], None],
+) -> Report:
+    every = matrix.examples
     report = Report(tuple(systems))
     _by_source(report, matrix, systems, real, progress)
-    for name, rows in shipped.items():
-        held = np.array([e.source == rows[0].source for e in every])
-        progress(f"{name} set")
-        predicted = {
-            s: predict(np.flatnonzero(usable), np.flatnonzero(held)) for s, (predict, usable) in systems.items()
-        }
-        report.overall.append(_score(f"{name} set", matrix, np.flatnonzero(held), predicted))
+    if shipped:
+        # One model serves all sets, since none of them trains.
+        progress("shipped sets")
+        test = np.flatnonzero([e.source in {rows[0].source for rows in shipped.values()} for e in every])
+        predicted = {name: predict(np.flatnonzero(usable), test) for name, (predict, usable) in systems.items()}
+        for name, rows in shipped.items():
+            chosen = np.array([every[i].source == rows[0].source for i in test.tolist()])
+            scores = {system: labels[chosen] for system, labels in predicted.items()}
+            report.overall.append(_score(f"{name} set", matrix, test[chosen], scores))
+        _slices(report, "kind sets", matrix, test, predicted, lambda e: e.source.startswith("eval_kind_"))
     if shipped:
         _by_language(report, matrix, systems, ~generated, progress)
     return report
@@ -109,7 +138,28 @@ def _by_source(
             predicted[name][held] = predict(np.flatnonzero(usable & (sources != source)), held)
         report.sources.append(_score(source, matrix, held, {name: rows[held] for name, rows in predicted.items()}))
     rows = np.flatnonzero(real)
-    report.overall.append(_score("unseen sources", matrix, rows, {name: p[rows] for name, p in predicted.items()}))
+    _slices(report, "unseen sources", matrix, rows, {name: p[rows] for name, p in predicted.items()})
+
+
+def _slices(
+    report: Report,
+    name: str,
+    matrix: Matrix,
+    rows: np.ndarray,
+    predicted: dict[str, np.ndarray],
+    among: Callable[[Example], bool] = lambda _: True,
+) -> None:
+    """Scores of all of `rows`, of those outside English, and of those with a long last message."""
+    slices: dict[str, Callable[[Example], bool]] = {
+        name: lambda e: True,
+        f"{name}, not English": lambda e: e.lang.split("-")[0] not in ("en", "unknown"),
+        f"{name}, over {LONG_PROMPT:,} characters": lambda e: len(e.messages[-1][1]) > LONG_PROMPT,
+    }
+    for title, fits in slices.items():
+        examples = [matrix.examples[i] for i in rows.tolist()]
+        chosen = np.array([among(e) and fits(e) for e in examples])
+        if chosen.any():
+            report.overall.append(_score(title, matrix, rows[chosen], {n: p[chosen] for n, p in predicted.items()}))
 
 
 def _by_language(

@@ -14,8 +14,9 @@ from zlib import crc32
 import numpy as np
 from scipy.sparse import csr_array
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
 
-from gateway.classifier.features import extract
+from gateway.classifier.features import GROUP, GROUPS, extract
 from gateway.classifier.lexicon import Lexicon, read_lexicon, tokens
 from gateway.classifier.model import ModelArrays
 from gateway.classifier.training.dataset import DataError, Example, shipped_sets
@@ -23,13 +24,17 @@ from gateway.classifier.training.generator import DEFAULT_COUNT, LABELS, PromptG
 
 MIN_COUNT = 2
 """Prompts that a feature must occur in; once-only words are noise and weight in the artifact."""
+LONG_PROMPT = 1_024
+"""Characters of the last message from which on a prompt is scored as a long one too."""
 C = 2.0
 MAX_ITERATIONS = 300
-GENERATED_WEIGHT = 0.7
+GENERATED_WEIGHT = 0.5
 """Of a generated prompt, against 1 of a real one: there are many, and they resemble each other."""
 UNSEEN_LABEL_BIAS = -30.0
 """Score of a label that a fold's training rows lack."""
 CALIBRATION_FOLDS = 5
+MIN_GROUP = 100
+"""Held-out rows from which on a calibration group has a temperature of its own."""
 LEXICAL = frozenset("wbxhg")
 """Families of one language's words and letters, as against concepts and structure."""
 LEXICAL_DROPOUT = 0.3
@@ -50,6 +55,7 @@ class FeatureMatrix:
     x: csr_array  # [examples, keys]
     labels: tuple[str, ...]
     y: np.ndarray  # [examples], index into labels
+    groups: np.ndarray  # [examples], calibration group (features.GROUPS)
 
     @classmethod
     def of(cls, examples: Sequence[Example], lexicon: Lexicon) -> FeatureMatrix:
@@ -58,11 +64,15 @@ class FeatureMatrix:
         data: list[float] = []
         columns: list[int] = []
         ends = [0]
+        groups: list[str] = []
         for example in examples:
             values: dict[int, float] = {}
             # crc32 of the id: the same choice in every run, unlike hash().
             dropped = is_generated(example) and crc32(example.id.encode()) % 1000 < 1000 * LEXICAL_DROPOUT
             for family, weight, keys in extract(example.chat(), lexicon):
+                if family == GROUP:
+                    groups += keys
+                    continue
                 if dropped and family in LEXICAL:
                     continue
                 for key in keys:
@@ -76,7 +86,7 @@ class FeatureMatrix:
         keys = list(index)
         labels = tuple(sorted({example.label for example in examples}))
         y = np.array([labels.index(example.label) for example in examples])
-        return cls(examples, tuple(keys[i] for i in frequent), x[:, frequent].tocsr(), labels, y)
+        return cls(examples, tuple(keys[i] for i in frequent), x[:, frequent].tocsr(), labels, y, np.array(groups))
 
     def rows(self, rows: np.ndarray) -> csr_array:
         """Some of the examples' rows."""
@@ -137,21 +147,65 @@ def folds_by_source(examples: Sequence[Example], folds: int = CALIBRATION_FOLDS)
     return np.array([fold_of[example.source] for example in examples])
 
 
-def calibrate(logits: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """The temperature that fits held-out logits best, and the probability below which an answer is uncertain."""
-    temperatures = np.geomspace(0.3, 5.0, 60)
-    losses = [-np.mean(np.log(softmax(logits / t)[np.arange(len(y)), y] + 1e-12)) for t in temperatures]
-    temperature = float(temperatures[int(np.argmin(losses))])
-    probabilities = softmax(logits / temperature)
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How scores become probabilities, and what came of it on prompts of sources that the model had not seen."""
+
+    temperatures: dict[str, float]
+    """By calibration group."""
+    uncertain_below: float
+    uncertain: float
+    """Share of prompts below the threshold."""
+    certain_accuracy: float
+    """Share of right answers among the others."""
+    error: float
+    """Expected calibration error over ten bins."""
+
+
+def calibrate(logits: np.ndarray, y: np.ndarray, groups: np.ndarray | None = None) -> Calibration:
+    """The temperature of each group that fits held-out logits best, and the threshold of `uncertain`.
+
+    A group of too few rows takes the temperature of all rows outside English, or of all rows if those are few too.
+    """
+    groups = np.full(len(y), GROUPS[0]) if groups is None else groups
+    overall = _temperature(logits, y)
+    foreign = groups != "en"
+    fallback = _temperature(logits[foreign], y[foreign]) if foreign.sum() >= MIN_GROUP else overall
+    temperatures = {}
+    for group in GROUPS:
+        rows = groups == group
+        few = overall if group == "en" else fallback
+        temperatures[group] = _temperature(logits[rows], y[rows]) if rows.sum() >= MIN_GROUP else few
+    scales = np.array([temperatures[group] for group in groups.tolist()])
+    probabilities = softmax(logits / scales[:, None])
     best = probabilities.max(axis=1)
     right = probabilities.argmax(axis=1) == y
+    below = 0.95
     for threshold in np.arange(0.40, 0.96, 0.01):
         certain = best >= threshold
         if certain.mean() < 1 - MAX_UNCERTAIN:
-            return temperature, round(float(threshold) - 0.01, 2)
+            below = float(threshold) - 0.01
+            break
         if right[certain].mean() >= CERTAIN_ACCURACY:
-            return temperature, round(float(threshold), 2)
-    return temperature, 0.95
+            below = float(threshold)
+            break
+    below = round(below, 2)
+    certain = best >= below
+    accuracy = float(right[certain].mean()) if certain.any() else 0.0
+    return Calibration(temperatures, below, float(1 - certain.mean()), accuracy, expected_error(best, right))
+
+
+def expected_error(best: np.ndarray, right: np.ndarray) -> float:
+    """Expected calibration error: how far probability and accuracy are apart, over ten bins of the probability."""
+    bins = np.minimum((best * 10).astype(int), 9)
+    gaps = [abs(float(best[bins == b].sum() - right[bins == b].sum())) for b in range(10)]
+    return sum(gaps) / max(len(best), 1)
+
+
+def _temperature(logits: np.ndarray, y: np.ndarray) -> float:
+    temperatures = np.geomspace(0.3, 5.0, 60)
+    losses = [-np.mean(np.log(softmax(logits / t)[np.arange(len(y)), y] + 1e-12)) for t in temperatures]
+    return float(temperatures[int(np.argmin(losses))])
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -197,8 +251,8 @@ def train(examples: Sequence[Example], about: dict[str, Any] | None = None, c: f
     every = np.arange(len(examples))
     # Generated sources are easy to predict from each other and would make the model look surer than it is.
     real = np.array([not is_generated(e) for e in examples])
-    logits, y = held_out_logits(matrix, real, c)
-    temperature, uncertain_below = calibrate(logits, y)
+    logits, positions = held_out_logits(matrix, real, c)
+    calibration = calibrate(logits, matrix.y[positions], matrix.groups[positions])
     final = fit_weights(matrix, every, c)
     used = np.flatnonzero(np.abs(final.weights).max(axis=1) > 1e-3)
     weights = np.zeros((len(used) + 1, len(matrix.labels)), np.float32)
@@ -208,15 +262,37 @@ def train(examples: Sequence[Example], about: dict[str, Any] | None = None, c: f
         keys=tuple(matrix.keys[i] for i in used),
         weights=weights,
         bias=final.bias.astype(np.float32),
-        temperature=temperature,
-        uncertain_below=uncertain_below,
+        temperatures=calibration.temperatures,
+        uncertain_below=calibration.uncertain_below,
         lexicon=tuple(rows),
-        about=about or {},
+        about=(about or {})
+        | {
+            "uncertain": round(calibration.uncertain, 4),
+            "certain_accuracy": round(calibration.certain_accuracy, 4),
+            "calibration_error": round(calibration.error, 4),
+            "held_out": held_out_scores(logits, [examples[i] for i in positions.tolist()], matrix.labels),
+        },
     )
 
 
+def held_out_scores(logits: np.ndarray, examples: Sequence[Example], labels: Sequence[str]) -> dict[str, float]:
+    """Macro-F1 on prompts of sources that were not trained on: all, those outside English, long ones."""
+    y = np.array([labels.index(e.label) for e in examples])
+    slices = {
+        "all": np.ones(len(y), bool),
+        "not English": np.array([e.lang.split("-")[0] not in ("en", "unknown") for e in examples]),
+        f"over {LONG_PROMPT:,} characters": np.array([len(e.messages[-1][1]) > LONG_PROMPT for e in examples]),
+    }
+    found = logits.argmax(axis=1)
+    return {
+        name: round(float(f1_score(y[rows], found[rows], labels=np.unique(y[rows]), average="macro")), 4)
+        for name, rows in slices.items()
+        if rows.any()
+    }
+
+
 def held_out_logits(matrix: FeatureMatrix, real: np.ndarray, c: float) -> tuple[np.ndarray, np.ndarray]:
-    """Logits and labels of real examples, each from a model that saw none of its source."""
+    """Logits of real examples, each from a model that saw none of its source, and which examples they are."""
     positions = np.flatnonzero(real) if real.any() else np.arange(len(real))
     folds = folds_by_source([matrix.examples[i] for i in positions.tolist()])
     logits = np.zeros((len(positions), len(matrix.labels)))
@@ -226,4 +302,4 @@ def held_out_logits(matrix: FeatureMatrix, real: np.ndarray, c: float) -> tuple[
         if len(np.unique(matrix.y[rows])) < 2:
             continue
         logits[folds == fold] = fit_weights(matrix, rows, c).logits(matrix.rows(held))
-    return logits, matrix.y[positions]
+    return logits, positions

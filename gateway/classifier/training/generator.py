@@ -15,15 +15,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gateway.classifier.training.dataset import Example
+from gateway.classifier.training.pastes import paste, place
 
 PROMPTS_DIR = Path(__file__).parent.parent / "assets" / "prompts"
 LABELS = ("chat", "code", "creative")
 LICENCE = "Apache-2.0"
-DEFAULT_COUNT = 36_000
+DEFAULT_COUNT = 72_000
+KINDS_SHARE = 0.42
+"""Share of prompts by the templates of kinds/, in the languages that have them: what people paste, in plain words."""
+PASTE_SHARE = 0.3
+"""Share of those that come with a long paste."""
+CONSTRAINT_SHARE = 0.12
+"""Share of the others that end with a wish about the form, such as "no commas", which says nothing of the class."""
+LISTS = ("ask.", "system", "turn.")
+"""Sections with these names are lists of values, as are "sentence", "article", "follow" and what `paste` joins."""
 
 _CHOICE = re.compile(r"\{([^{}]*)\}")
 _MATERIAL = re.compile(r"<<(\w+)>>")
 _ENGLISH_SHARE = 0.5
+_SHARES = {"zh": 3.0, "es": 1.5, "fr": 1.5, "de": 1.5}
+"""How much of what is left a language gets, where others get 1: those with more templates have more to show."""
 _KEYS = "qwertyuiopasdfghjklzxcvbnm"
 
 
@@ -49,8 +60,16 @@ def parse_templates(language: str, text: str) -> Templates:
             slots[name.strip()] = _values(values)
         elif line.strip():
             sections.setdefault(section, []).append(line)
-    for name in ("sentence", "article", "system", "system.code", "system.creative", "system.chat", "follow"):
-        if name in sections:
+    for name in [*sections]:
+        if name.startswith(LISTS) or name in (
+            "sentence",
+            "article",
+            "follow",
+            "subject",
+            "verb",
+            "clause",
+            "constraint",
+        ):
             slots[name] = _values(" | ".join(sections.pop(name)))
     return Templates(language, slots, sections)
 
@@ -69,14 +88,20 @@ class PromptGenerator:
         for path in sorted(directory.glob("??.txt")):
             parsed = parse_templates(path.stem, path.read_text(encoding="utf-8"))
             self._templates[path.stem] = Templates(path.stem, shared | parsed.slots, parsed.sections)
+        self._kinds: dict[str, Templates] = {}
+        for path in sorted((directory / "kinds").glob("??.txt")):
+            parsed, base = parse_templates(path.stem, path.read_text(encoding="utf-8")), self._templates[path.stem]
+            self._kinds[path.stem] = Templates(path.stem, base.slots | parsed.slots, parsed.sections)
         self.languages = tuple(self._templates)
 
     def generate(self, count: int = DEFAULT_COUNT, seed: int = 0, leave_out: str = "") -> list[Example]:
         """About `count` examples, balanced over labels; `leave_out` names a language to skip."""
-        others = len(self.languages) - 1
+        others = sum(_SHARES.get(language, 1.0) for language in self.languages if language != "en")
         examples: list[Example] = []
         for language in self.languages:
-            share = _ENGLISH_SHARE if language == "en" else (1 - _ENGLISH_SHARE) / others
+            share = _ENGLISH_SHARE
+            if language != "en":
+                share = (1 - _ENGLISH_SHARE) * _SHARES.get(language, 1.0) / others
             if language != leave_out:
                 examples += self._stream(language, round(count * share), random.Random(f"{seed}/{language}"))
         return examples
@@ -88,19 +113,54 @@ class PromptGenerator:
             yield self._example(templates, label, f"generated/{language}/{index}", rng)
 
     def _example(self, templates: Templates, label: str, name: str, rng: random.Random) -> Example:
-        prompt = self._prompt(templates, label, rng)
-        prompt = _disturb(prompt, templates.language, rng)
+        kinds = self._kinds.get(templates.language)
+        if kinds is not None and rng.random() < KINDS_SHARE:
+            messages = self._of_kinds(kinds, label, rng)
+        else:
+            prompt = _disturb(self._prompt(templates, label, rng), templates.language, rng)
+            messages = self._conversation(templates, label, prompt, rng)
         return Example(
             id=name,
             source=f"generated_{templates.language}",
             licence=LICENCE,
             label=label,
             lang=templates.language,
-            messages=tuple(self._conversation(templates, label, prompt, rng)),
+            messages=tuple(messages),
         )
 
+    def _of_kinds(self, kinds: Templates, label: str, rng: random.Random) -> Iterator[tuple[str, str]]:
+        def fill(text: str) -> str:
+            return self._filled(text, kinds, rng)
+
+        agent = rng.random() < 0.06
+        if agent and label == "creative" and "turn.game" in kinds.slots:
+            yield "system", fill(rng.choice(kinds.slots["system.game"]))
+            yield "user", fill(rng.choice(kinds.slots["turn.game"]))
+            return
+        if agent and label == "code" and "system.agent" in kinds.slots:
+            yield "system", fill(rng.choice(kinds.slots["system.agent"]))
+        elif agent and label == "chat" and "system.tools" in kinds.slots:
+            yield "system", fill(rng.choice(kinds.slots["system.tools"]))
+            yield "user", fill(rng.choice(kinds.slots["errand2"]))
+            return
+        if rng.random() < PASTE_SHARE:
+            # What is pasted is now and then in English, whatever the language of the question.
+            slots = self._kinds["en"].slots if rng.random() < 0.15 else kinds.slots
+            material = paste(slots, lambda text: self._filled(text, self._kinds["en"], rng), self._snippets, rng)
+            ask = fill(rng.choice(kinds.slots[f"ask.{label}"]))
+            if rng.random() < 0.15:
+                ask = self._prompt(kinds, label, rng)
+            yield "user", place(material, _disturb(ask, kinds.language, rng, typos=False), rng)
+            return
+        prompt = _disturb(self._prompt(kinds, label, rng), kinds.language, rng)
+        if rng.random() < CONSTRAINT_SHARE:
+            prompt += rng.choice((" ", " ", "\n\n")) + fill(rng.choice(kinds.slots["constraint"]))
+        yield "user", prompt
+
     def _prompt(self, templates: Templates, label: str, rng: random.Random) -> str:
-        text = rng.choice(templates.sections[label])
+        return self._filled(rng.choice(templates.sections[label]), templates, rng)
+
+    def _filled(self, text: str, templates: Templates, rng: random.Random) -> str:
         while match := _CHOICE.search(text):
             inner = match.group(1)
             if inner in templates.slots:
@@ -165,7 +225,7 @@ def _paragraphs(sentences: list[str], count: int, rng: random.Random) -> str:
     return "\n".join(" ".join(chosen[i : i + 4]) for i in range(0, count, 4))
 
 
-def _disturb(prompt: str, language: str, rng: random.Random) -> str:
+def _disturb(prompt: str, language: str, rng: random.Random, typos: bool = True) -> str:
     """What people do to a prompt: no capitals, no full stop, a greeting, a typo."""
     if rng.random() < 0.25:
         prompt = prompt.lower()
@@ -188,7 +248,7 @@ def _disturb(prompt: str, language: str, rng: random.Random) -> str:
                     " Thanks!",
                 )
             )
-        if rng.random() < 0.12 and len(prompt) < 200:
+        if typos and rng.random() < 0.12 and len(prompt) < 200:
             prompt = _typos(prompt, rng)
     return prompt
 

@@ -103,6 +103,28 @@ def test_instruction_at_the_end_of_a_long_paste(classifier: PromptClassifier, in
     assert classifier.classify(f"{paste}\n\n{instruction}").label == label
 
 
+LINES = "The council met on Tuesday. Nobody knew what the old key was for. Prices rose by 3 percent.\n"
+
+
+@pytest.mark.parametrize("lines", [6, 20, 60, 5_000])
+@pytest.mark.parametrize("place", ["start", "middle", "end"])
+@pytest.mark.parametrize(
+    ("question", "label"),
+    [
+        ("Who is the author of this, and what does it say about the key?", "chat"),
+        ("Can you turn this into a poem?", "creative"),
+        ("Can you write a Python script that counts the words in it?", "code"),
+    ],
+)
+def test_length_does_not_swamp_the_question(
+    classifier: PromptClassifier, lines: int, place: str, question: str, label: str
+) -> None:
+    # In a very long paste only a stretch behind the head and one before the tail is looked through.
+    before = {"start": 0, "middle": min(lines // 2, 25), "end": lines}[place]
+    text = f"{LINES * before}\n{question}\n\n{LINES * (lines - before)}".strip()
+    assert classifier.classify(text).label == label
+
+
 def test_content_parts_count_as_their_text(classifier: PromptClassifier) -> None:
     parts = [{"type": "text", "text": "Write a haiku about rain"}, {"type": "image_url", "image_url": {"url": "x"}}]
     assert classifier.classify([{"role": "user", "content": parts}]).label == "creative"
@@ -152,14 +174,29 @@ def test_uncertain_follows_the_threshold(classifier: PromptClassifier) -> None:
 
 
 # Floors a little under what the card reports, so that a worse artifact doesn't slip in.
-FLOORS = {"tricky": 0.86, "tricky_fresh": 0.82, "multilingual": 0.92, "multilingual_fresh": 0.89}
+FLOORS = {
+    "tricky": 0.92,
+    "tricky_fresh": 0.82,
+    "multilingual": 0.95,
+    "multilingual_fresh": 0.91,
+    "kind_data_questions": 0.75,
+    "kind_letters_essays": 0.85,
+    "kind_long_pastes": 0.9,
+    "kind_maths": 0.93,
+    "kind_personas": 0.6,
+    "kind_plain_code": 0.72,
+    "kind_slogans_verse": 0.8,
+    "kind_tool_agents": 0.8,
+    "kind_topics": 0.85,
+}
 
 
 @pytest.mark.parametrize("name", FLOORS)
 def test_shipped_evaluation_sets(classifier: PromptClassifier, name: str) -> None:
     rows: list[Example] = shipped_sets()[name]
     predicted = [classifier.classify(row.chat()).label for row in rows]
-    assert f1_score([row.label for row in rows], predicted, average="macro") >= FLOORS[name]
+    labels = sorted({row.label for row in rows})
+    assert f1_score([row.label for row in rows], predicted, labels=labels, average="macro") >= FLOORS[name]
 
 
 def test_artifact_is_small_and_holds_plain_arrays_only() -> None:

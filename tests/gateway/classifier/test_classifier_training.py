@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -15,9 +17,20 @@ from gateway.classifier.lexicon import Lexicon, read_lexicon, tokens
 from gateway.classifier.model import ModelArrays
 from gateway.classifier.text import read_request
 from gateway.classifier.training.dataset import DataError, Example, read_examples, read_prompts, shipped_sets
+from gateway.classifier.training.earlier import Earlier
 from gateway.classifier.training.evaluation import evaluate
-from gateway.classifier.training.fit import calibrate, folds_by_source, plain_text, softmax, train, with_generated
+from gateway.classifier.training.fit import (
+    FeatureMatrix,
+    calibrate,
+    fit_weights,
+    folds_by_source,
+    plain_text,
+    softmax,
+    train,
+    with_generated,
+)
 from gateway.classifier.training.generator import LABELS, PromptGenerator
+from gateway.classifier.training.pastes import place
 
 
 def example(prompt: str, label: str, source: str = "data") -> Example:
@@ -110,7 +123,7 @@ def test_generated_prompts_have_no_template_marks_left() -> None:
     for e in PromptGenerator().generate(6_000, seed=1):
         prompt = e.messages[-1][1]
         assert prompt.strip()
-        assert "<<" not in prompt
+        assert not re.search(r"<<\w+>>", prompt)
         assert not any("{" + slot + "}" in prompt for slot in slots)
 
 
@@ -159,7 +172,7 @@ def test_one_label_is_refused() -> None:
 def test_training_is_deterministic() -> None:
     first, second = train(support_examples()), train(support_examples())
     assert np.array_equal(first.weights, second.weights) and first.keys == second.keys
-    assert (first.temperature, first.uncertain_below) == (second.temperature, second.uncertain_below)
+    assert (first.temperatures, first.uncertain_below) == (second.temperatures, second.uncertain_below)
 
 
 def test_folds_keep_sources_whole() -> None:
@@ -177,10 +190,69 @@ def test_calibration_softens_a_model_that_is_too_sure() -> None:
     # The right label leads by 10 in 80% of the rows only: a softmax of it claims 0.9999.
     leads = np.where(rng.random(2_000) < 0.8, y, (y + 1) % 3)
     logits = 10.0 * np.eye(3)[leads]
-    temperature, uncertain_below = calibrate(logits, y)
+    calibration = calibrate(logits, y)
+    temperature = calibration.temperatures["en"]
     assert temperature > 2
     assert softmax(logits / temperature).max(axis=1).mean() == pytest.approx(0.8, abs=0.1)
-    assert 0.3 < uncertain_below < 1
+    assert 0.3 < calibration.uncertain_below < 1
+    assert calibration.error < 0.1
+
+
+def test_calibration_knows_languages_apart() -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 4_000)
+    groups = np.where(np.arange(4_000) % 2, "en", "dense")
+    # As sure in both, but right in 95% of the rows of one and in 60% of the other.
+    right = rng.random(4_000) < np.where(groups == "en", 0.95, 0.6)
+    logits = 6.0 * np.eye(3)[np.where(right, y, (y + 1) % 3)]
+    calibration = calibrate(logits, y, groups)
+    temperatures = calibration.temperatures
+    assert temperatures["dense"] > 1.5 * temperatures["en"]
+    assert temperatures["other"] == temperatures["dense"]  # no rows of its own: what is known outside English
+    assert calibration.error < 0.05
+    # At most a fifth may be called uncertain, whatever that leaves.
+    assert calibration.uncertain <= 0.2
+
+
+def test_an_earlier_version_is_scored_on_the_same_rows() -> None:
+    # This checkout stands for the earlier one: its scores are those of the classifier beside it.
+    examples = [
+        example(f"{ask} {thing}", label, f"source-{i % 2}")
+        for label, asks in {"code": ["function that sorts", "regex for"], "chat": ["why is", "tell me about"]}.items()
+        for ask in asks
+        for i, thing in enumerate(["rain", "dates", "apples", "salt"])
+    ]
+    matrix = FeatureMatrix.of(with_generated(examples, 600), Lexicon(read_lexicon()))
+    earlier = Earlier(Path(__file__).parents[3], matrix.examples, matrix.labels, generated=600)
+    try:
+        held = np.array([0, 1, 8, 9])
+        train_rows = np.setdiff1d(np.arange(len(matrix.examples)), held)
+        expected = fit_weights(matrix, train_rows).logits(matrix.rows(held)).argmax(axis=1)
+        assert np.array_equal(earlier.predict(train_rows, held), expected)
+    finally:
+        earlier.close()
+
+
+def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="give a checkout"):
+        Earlier(tmp_path, [], ())
+
+
+@pytest.mark.parametrize("language", sorted(PromptGenerator()._kinds))
+def test_every_language_of_kinds_has_all_labels_and_pastes(language: str) -> None:
+    rows = [e for e in PromptGenerator().generate(4_000, seed=2) if e.lang == language]
+    assert {e.label for e in rows} == set(LABELS)
+    assert sum(len(e.messages[-1][1]) > 400 for e in rows) > 5
+
+
+@pytest.mark.parametrize("position", ["end", "start", "middle"])
+def test_a_paste_holds_its_question(position: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.classifier.training.pastes.POSITIONS", (position,))
+    text = place("one\ntwo\nthree", "Who is it?", random.Random(1))
+    assert {"end": text.endswith("Who is it?"), "start": text.startswith("Who is it?"), "middle": "two" in text}[
+        position
+    ]
+    assert "Who is it?" in text and "one" in text and "three" in text
 
 
 def test_evaluation_holds_out_sources_of_custom_data() -> None:
@@ -265,3 +337,10 @@ def test_code_marks(text: str, marks: int) -> None:
 )
 def test_sentences_end_at_marks(text: str, sentences: tuple[str, ...]) -> None:
     assert read_request(text).sentences == sentences
+
+
+def test_questions_are_found_between_the_windows_and_few_marks_are_tried() -> None:
+    line = "Nothing is asked in this line of the paste. "
+    request = read_request(f"{line * 40}\nWho paid for it? {line * 40}")
+    assert [request.sentences[i] for i in request.middle] == ["Who paid for it?"]
+    assert not read_request("?" * 100_000).middle

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.classifier.model import save_arrays
+from gateway.classifier.training.dataset import Example
+from gateway.classifier.training.fit import train
 from gateway.commands import policy, serve
 from gateway.commands.errors import CommandError
 from tests.support.paths import DATA
@@ -98,3 +101,20 @@ def test_serve_takes_policy_and_classifier() -> None:
     assert controller.known_classes == ["chat", "code", "creative", "sql", "unclassified"]
     asked = [{"role": "user", "content": "Write a Python function that reverses a string."}]
     assert controller.class_of(asked) == "code"
+
+
+def test_serve_takes_a_classifier_of_your_own(tmp_path: Path) -> None:
+    subjects = ("order", "account", "invoice", "parcel", "today", "March")
+    asks = {"sql": ("sum the totals of {}", "query for {}"), "chat": ("why is {} late", "tell me about {}")}
+    rows = [
+        Example(f"{label}{i}{text}", f"shop-{i % 2}", "CC0", label, "en", (("user", text),))
+        for label, texts in asks.items()
+        for i, subject in enumerate(subjects)
+        for text in (template.format(subject) for template in texts)
+    ]
+    artifact = tmp_path / "own.npz"
+    save_arrays(train(rows), artifact)
+    controller = serve._controller(served("--policy", FULL, "--redis-url", "memory", "--classifier", str(artifact)))
+    assert controller.class_of("query for March") == "sql"  # a class of the policy that the shipped one doesn't know
+    with pytest.raises(CommandError, match=r"--classifier: .*none\.npz: no such classifier artifact"):
+        serve._controller(served("--redis-url", "memory", "--classifier", str(tmp_path / "none.npz")))
