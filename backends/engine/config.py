@@ -23,7 +23,7 @@ class EngineConfig:
     prefill_rows: int = 64
     proposals: int = 10
     prefix_cache: str = "none"
-    spare_pages: int = 2
+    spare_pages: int = 1
     eos_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

@@ -16,13 +16,16 @@ import torch
 from backends.cost.calibration import Calibration
 from backends.cost.step_cost import StepCost
 from backends.engine.config import EngineConfig
-from backends.engine.sequence import Sequence
+from backends.engine.sequence import Sequence, SequenceStatus
 from backends.engine.step_plan import Outcome, StepPlan
 from backends.runners.base import HeadsRunner, ProposalRequest, Proposals
 from backends.speculation.batch_gate import DraftGate
 from backends.speculation.prompt_lookup import Continuation
 from backends.speculation.tree_builder import HEADS, LOOKUP, Offer, lookup_pays, min_survival
 from backends.speculation.undrafted import Why
+
+MOST_INDEXED = 1024
+"""Tokens of prompts that lookup takes in before a step, of all sequences together: about 0.3 ms."""
 
 
 class DraftingCall(NamedTuple):
@@ -64,8 +67,17 @@ class Drafter(Protocol):
         """Decide by a better table from now on."""
         ...
 
-    def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens of its prompt are in the cache."""
+    def begin(self, sequence: Sequence) -> None:
+        """It has been let in, the first time or again: its tokens are read in this step and those to come."""
+        ...
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether :meth:`keep_up` has something to do."""
+        ...
+
+    def keep_up(self) -> None:
+        """Called before a step: the place for work on what :meth:`begin` has brought, a bounded part at a time."""
         ...
 
 
@@ -146,7 +158,14 @@ class HeadsDrafter:
                 levels = max(levels, num_heads if found.levels is None else found.levels)
         return self._cost.levels_ms(lists, levels, num_heads)
 
-    def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
+    def begin(self, sequence: Sequence) -> None:
+        pass
+
+    @property
+    def is_behind(self) -> bool:
+        return False
+
+    def keep_up(self) -> None:
         pass
 
     def _asking(self, call: DraftingCall) -> list[int]:
@@ -176,6 +195,8 @@ class LookupDrafter:
 
     def __init__(self, cost: StepCost, calibration: Calibration) -> None:
         self._cost, self._calibration = cost, calibration
+        # Those let in whose tokens are not all indexed yet.
+        self._behind: dict[str, Sequence] = {}
 
     def use_cost(self, cost: StepCost) -> None:
         self._cost = cost
@@ -202,12 +223,29 @@ class LookupDrafter:
     def cost_ms(self, offers: SequenceOf[Offer]) -> float:
         return 0.0
 
-    def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keep the index of a long prompt up with its reading, so that no single step has all of it to do."""
-        lookup, sequence.lookup = sequence.lookup, None
-        if lookup is not None:
-            lookup.index(num_tokens)
-        sequence.lookup = lookup
+    def begin(self, sequence: Sequence) -> None:
+        if sequence.lookup is not None:
+            self._behind[sequence.id] = sequence
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self._behind)
+
+    def keep_up(self) -> None:
+        """Index long prompts, one after another, so many tokens a step: reading a long one can be short work, where
+        it is read at once or found in the cache. What is not indexed yet costs guesses and nothing else."""
+        left = MOST_INDEXED
+        while left and self._behind:
+            name = next(iter(self._behind))
+            sequence = self._behind.pop(name)
+            lookup, sequence.lookup = sequence.lookup, None
+            if lookup is None or sequence.status is SequenceStatus.FINISHED:
+                continue
+            # An index that fails is given up.
+            left -= lookup.index(left)
+            sequence.lookup = lookup
+            if not lookup.is_complete:
+                self._behind[name] = sequence
 
 
 def say_unasked(outcomes: Iterable[Outcome], why: str, gate_speedup: float = 0.0) -> None:

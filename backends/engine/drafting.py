@@ -85,12 +85,20 @@ class DraftPlanner:
                     )
         return plan
 
-    def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more tokens of its prompt are in the cache."""
+    def begin(self, sequence: Sequence) -> None:
+        """It has been let in."""
         if sequence.speculation.enabled:
             for drafter, part in self._drafters:
                 with part:
-                    drafter.note_prefilled(sequence, num_tokens)
+                    drafter.begin(sequence)
+
+    def keep_up(self) -> None:
+        """Once a step: what the drafters do about prompts."""
+        for drafter, part in self._drafters:
+            # A part that is entered and does well is forgiven its failures: so only where there is something to do.
+            if drafter.is_behind:
+                with part:
+                    drafter.keep_up()
 
     def observe(self, plan: StepPlan, outcomes: list[Outcome]) -> None:
         """What this step says about drafting in the next."""

@@ -142,10 +142,12 @@ class Scheduler:
             sequence.status = SequenceStatus.PREFILL
             if sequence.admitted_at is None:
                 sequence.admitted_at = now
-            self._read(sequence, sequence.num_computed_tokens)
+            self._drafting.begin(sequence)
+            _update_status(sequence)
 
     def schedule(self) -> StepPlan:
         """Rows of the next step: one for each decoding sequence and its candidates, the others for prompts."""
+        self._drafting.keep_up()
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self._running.values():
@@ -193,24 +195,18 @@ class Scheduler:
         sequence, num_tokens = chunk
         sequence.num_computed_tokens += num_tokens
         self.memory.publish(sequence)
-        self._read(sequence, num_tokens)
+        _update_status(sequence)
 
     def check_integrity(self) -> None:
         """Raises :class:`backends.engine.kv_cache.IntegrityError` unless pages and sequences add up."""
         self._pages.check_integrity(self._running)
 
-    def _read(self, sequence: Sequence, num_tokens: int) -> None:
-        """So many more of its tokens need not be read any more. One that had begun its answer decodes after them."""
-        if num_tokens:
-            self._drafting.note_prefilled(sequence, num_tokens)
-        if sequence.num_computed_tokens == sequence.num_to_read:
-            sequence.status = SequenceStatus.DECODE
-
     def _prefill_chunks(self, prefilling: list[Sequence], *, num_decoding: int) -> list[PrefillChunk]:
         """Which prompts go on, by how many tokens. Beside decoding sequences they get what the budget allows."""
         left = []
         for sequence in prefilling:
-            self._read(sequence, self.memory.catch_up(sequence))
+            self.memory.catch_up(sequence)
+            _update_status(sequence)
             left.append(sequence.num_to_read - sequence.num_computed_tokens)
         # Of those that would read the same page, the one that has least to read does, and the others find it then.
         reading = set()
@@ -266,6 +262,12 @@ class Scheduler:
                 scored.append((chunk.sequence, chunk.num_scored))
             row += chunk.num_tokens
         return scored
+
+
+def _update_status(sequence: Sequence) -> None:
+    """One that had begun its answer decodes when all before its pending token is read."""
+    if sequence.num_computed_tokens == sequence.num_to_read:
+        sequence.status = SequenceStatus.DECODE
 
 
 def _scheduled(

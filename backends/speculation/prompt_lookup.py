@@ -21,8 +21,8 @@ _DEPTH = 8
 _PRIOR = (0.55, 0.65, 0.75, 0.85)
 _PRIOR_WEIGHT = 3.0
 _DECAY = 0.95
-# Places that one look may take into the index: a long prompt's are taken in as it is read, a chunk in each step.
-_MOST_AT_ONCE = 1024
+# Places that one look may take into the index: more than a step adds. A prompt's are taken in beside, some a step.
+_MOST_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +60,21 @@ class Lookup:
         rates = [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
         return Continuation(found, [rates[bucket] for bucket in _BUCKETS[agreed]], agreed)
 
-    def index(self, most: int) -> None:
-        """Take in the next ``most`` places; what is not indexed yet is not found, or an older place in its stead."""
+    @property
+    def is_complete(self) -> bool:
+        """All tokens are indexed."""
+        return self._indexed >= len(self._tokens)
+
+    def index(self, most: int) -> int:
+        """Take in the next ``most`` places, and return how many there were; what is not indexed yet is not found, or an
+        older place in its stead."""
         tokens, begin = self._tokens, max(self._indexed, _GRAM)
         # The place behind every gram but the last, which would find itself.
         end = min(begin + most, len(tokens))
         for place in range(begin, end):
             self._after[tuple(tokens[place - _GRAM : place])] = place
         self._indexed = max(begin, end)
+        return max(end - begin, 0)
 
     def observe(self, guess: Continuation, emitted: Sequence[int]) -> None:
         """The tokens that came instead, or after all."""

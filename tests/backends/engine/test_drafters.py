@@ -53,8 +53,15 @@ class Script:
     def use_cost(self, cost: StepCost) -> None:
         pass
 
-    def note_prefilled(self, sequence: Sequence, num_tokens: int) -> None:
-        assert 0 < num_tokens <= sequence.num_computed_tokens
+    def begin(self, sequence: Sequence) -> None:
+        assert sequence.num_computed_tokens < len(sequence.tokens)
+
+    @property
+    def is_behind(self) -> bool:
+        return self.accepted == 0
+
+    def keep_up(self) -> None:
+        pass
 
 
 def requests_of(plan: DecodingPlan, temperature: float) -> list[GenerationRequest]:

@@ -11,7 +11,9 @@ import torch
 
 from backends.cost.probe import CostProbe
 from backends.engine.core import EngineCore
+from backends.engine.drafters import LookupDrafter
 from backends.runners.batch import PAGE_SIZE, StepBatch
+from backends.speculation.prompt_lookup import Lookup
 from backends.types import DecodingPlan, GenerationRequest
 from tests.backends.engine.test_core import (
     Clock,
@@ -249,3 +251,43 @@ def test_measuring_writes_into_no_page(pages: int) -> None:
     runner: Any = Watched()
     CostProbe(runner, None, budget_s=1.0).measure()
     assert written and min(written) >= pages * PAGE_SIZE
+
+
+@pytest.mark.parametrize("kind", ["tenant", "none"])
+def test_long_prompts_are_indexed_some_a_step_and_wholly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found in the cache or read at once, by several: no step takes in more than it may; in the end all is there."""
+    most, prompt = 20, random_prompt(random.Random(3), 88, 88)
+    monkeypatch.setattr("backends.engine.drafters.MOST_INDEXED", most)
+    core = make_core(prefix_cache=kind, max_rows=128, prefill_rows=96)
+    run(core, request("before", prompt, max_tokens=1))
+    names = ["a", "b", "c"]
+    for name in names:
+        core.add(request(name, prompt, DecodingPlan(), max_tokens=40, ignore_eos=True))
+    core.add(request("leaves", prompt, DecodingPlan(), max_tokens=40, ignore_eos=True))
+    (drafter,) = [each for each, _ in core.drafting._drafters if isinstance(each, LookupDrafter)]
+    taken: list[int] = []
+    index = Lookup.index
+
+    def counting(lookup: Lookup, tokens: int) -> int:
+        done = index(lookup, tokens)
+        taken[-1] += done
+        return done
+
+    monkeypatch.setattr(Lookup, "index", counting)
+    monkeypatch.setattr(LookupDrafter, "propose", lambda self, call: [None] * len(call.outcomes))
+    steps = 0
+    while core.has_work:
+        taken.append(0)
+        core.step()
+        steps += 1
+        if steps == 2:
+            core.abort("leaves")
+        if steps == 16:
+            lookups = [core.scheduler._running[name].lookup for name in names]
+            assert not drafter.is_behind
+            for lookup in lookups:
+                fresh = Lookup(list(prompt))
+                index(fresh, len(prompt))
+                assert lookup is not None and fresh._after.items() <= lookup._after.items()
+    assert max(taken) == most and not drafter.is_behind
+    assert not any(core.optional.failures().values())

@@ -16,8 +16,10 @@ from backends.types import DecodingPlan, GenerationRequest, StepTrace
 from tests.support.engine_helpers import (
     EOS,
     Recorded,
+    Recorder,
     ScriptedHeads,
     decode,
+    make_core,
     one_thread,  # noqa: F401
     random_prompt,
     random_tree,
@@ -30,9 +32,29 @@ def traced_steps(found: Recorded) -> list[StepTrace]:
     return [step for chunk in found.chunks for step in chunk.trace]
 
 
+def decode_losing_memory(requests: list[GenerationRequest], rng: random.Random, heads: ScriptedHeads) -> Recorder:
+    """All to their end, each of which loses its pages once in its answer at least, and goes on later."""
+    recorder = Recorder()
+    core = make_core(observer=recorder.observe, heads=heads, prefix_cache=rng.choice(["tenant", "none"]))
+    for each in requests:
+        core.add(each)
+    while core.has_work:
+        running = core.scheduler.running
+        if running and (rng.random() < 0.3 or any(each.num_generated and not each.preemptions for each in running)):
+            for _ in running:
+                core.scheduler.preempt_youngest(0.0)
+        recorder.take(core.step())
+        core.check_integrity()
+    assert not any(core.optional.failures().values())
+    for each in requests:
+        stats = recorder[each.request_id].last.stats
+        assert stats is not None and (stats.preemptions or stats.steps == 1)
+    return recorder
+
+
 @pytest.mark.parametrize("shape", ["planned", "own tree", "vanilla"])
-@given(seed=st.integers(0, 1000), stop=st.booleans())
-def test_the_trace_is_the_answer(shape: str, seed: int, stop: bool) -> None:
+@given(seed=st.integers(0, 1000), stop=st.booleans(), lose=st.booleans())
+def test_the_trace_is_the_answer(shape: str, seed: int, stop: bool, lose: bool) -> None:
     rng = random.Random(seed)
     prompt = random_prompt(rng, longest=60)
     vanilla = decode([request("v", prompt, ignore_eos=True)])["v"]
@@ -44,7 +66,8 @@ def test_the_trace_is_the_answer(shape: str, seed: int, stop: bool) -> None:
     stops = (vanilla.text[8:11],) if stop and len(vanilla.text) > 12 else ()
     asked = replace(request("r", prompt, plan, ignore_eos=True, stop=stops), trace=True)
     heads = ScriptedHeads({prompt: vanilla.tokens}, seed=seed)
-    found = decode([asked, replace(asked, request_id="silent", trace=False)], heads=heads)
+    requests = [asked, replace(asked, request_id="silent", trace=False)]
+    found = decode_losing_memory(requests, rng, heads) if lose else decode(requests, heads=heads)
     steps, stats = traced_steps(found["r"]), found["r"].last.stats
     assert stats is not None
     assert not traced_steps(found["silent"])

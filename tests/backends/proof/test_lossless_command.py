@@ -62,6 +62,27 @@ def test_grammars_are_proven_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["by_dtype"]["float32"]["accepted_draft_tokens"] > 100
 
 
+@pytest.mark.parametrize(
+    ("strain", "drafted"),
+    [
+        (["--prefix-cache", "--pages", "6", "--prompts", "60"], 150),
+        (["--prefix-cache", "--pages", "12", "--prompts", "24", "--grammar", "--max-tokens", "100"], 100),
+    ],
+)
+def test_the_cache_and_lost_memory_change_nothing(
+    strain: list[str], drafted: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify-lossless", "--tiny", "--dtype", "float32", "--json", *strain]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["token_mismatches"] == report["logit_mismatches"] == report["text_mismatches"] == 0
+    assert min(report["cached"], report["evictions"]) > 50
+    assert report["preemptions"] > 10
+    assert report["by_dtype"]["float32"]["accepted_draft_tokens"] > drafted
+    if "--grammar" in strain:
+        assert report["invalid_answers"] == 0
+        assert report["whole_answers"] >= 15
+
+
 def test_an_answer_that_breaks_its_grammar_is_caught(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
