@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -136,7 +136,7 @@ class ScriptedHeads:
 
     def __init__(
         self,
-        answers: dict[tuple[int, ...], Sequence[int]],
+        answers: Mapping[tuple[int, ...], Sequence[int]],
         *,
         seed: int = 0,
         num_heads: int = 4,
