@@ -25,7 +25,7 @@ from backends.speculation.tree_builder import HEADS, LOOKUP, Offer, lookup_pays,
 from backends.speculation.undrafted import Why
 
 MOST_INDEXED = 1024
-"""Tokens of prompts that lookup takes in before a step, of all sequences together: about 0.3 ms."""
+"""Tokens of prompts that lookup takes in before a step, of all sequences together."""
 
 
 class DraftingCall(NamedTuple):
