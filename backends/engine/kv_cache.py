@@ -111,23 +111,20 @@ class PageManager:
         except BaseException:
             self.free(owner)
             raise
-        for page in taken:
-            self._num_owners[page] = 1
         pages += taken
         return True
 
     def grow(self, owner: str, tokens: int) -> bool:
         """More pages, so that there is room for ``tokens`` positions altogether; False, and nothing is taken, when too
         few can be had. Never gives any back."""
-        self._settle()
         pages = self._owned[owner]
         wanted = self.pages_for(tokens) - len(pages)
+        if wanted <= 0:  # in nearly all steps
+            return True
+        self._settle()
         if wanted > self.available_pages:
             return False
-        taken = self._take(wanted)
-        for page in taken:
-            self._num_owners[page] = 1
-        pages += taken
+        pages += self._take(wanted)
         return True
 
     def publish(self, owner: str, index: int, content: bytes) -> None:
@@ -189,7 +186,7 @@ class PageManager:
             raise IntegrityError("published pages and their hashes differ")
 
     def _take(self, count: int) -> list[int]:
-        """So many pages that nobody holds, free ones first: counted nowhere until they have an owner."""
+        """So many pages, free ones first, each of which then has one owner: the caller gives them to it at once."""
         while len(self._free) < count:
             page = next(iter(self._idle))
             self.evictions += 1
@@ -197,6 +194,8 @@ class PageManager:
         first = len(self._free) - max(count, 0)
         taken = self._free[first:][::-1]
         del self._free[first:]
+        for page in taken:
+            self._num_owners[page] = 1
         return taken
 
     def _settle(self) -> None:
