@@ -64,8 +64,8 @@ class Choice:
 def in_the_running(candidates: Sequence[Candidate], class_name: str, sequences: int) -> list[Candidate]:
     """Those among which only arm and load decide: able, and of the best priority that has room."""
     able = [each for each in candidates if _verdict(each, class_name, sequences).blocked is None]
-    best = min((_rank(each)[0], 0 if _crowded(each) else each.priority) for each in able) if able else None
-    return [each for each in able if (_rank(each)[0], 0 if _crowded(each) else each.priority) == best]
+    best = min(map(_tier, able), default=None)
+    return [each for each in able if _tier(each) == best]
 
 
 def choose(candidates: Sequence[Candidate], class_name: str, sequences: int, arm: str | None = None) -> Choice:
@@ -102,6 +102,11 @@ def _verdict(candidate: Candidate, class_name: str, sequences: int, arm: str | N
 
 def _crowded(candidate: Candidate) -> bool:
     return candidate.busy or candidate.load >= SATURATED
+
+
+def _tier(candidate: Candidate) -> tuple[bool, float]:
+    """What counts before load: among crowded ones nothing does."""
+    return (True, 0.0) if _crowded(candidate) else (False, candidate.priority)
 
 
 def _rank(candidate: Candidate) -> tuple[bool, float, float]:

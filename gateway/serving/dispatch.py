@@ -87,12 +87,8 @@ def _arm(
         load=min(each.candidate.load for each in offers),
     )
     method = (body.decoding.method if body.decoding else None) or "auto"
-    return gateway.controller.arms.choose(facts, offers, method, requested_max_tokens_of(body), dry=dry)
-
-
-def requested_max_tokens_of(body: GenerationFields) -> int | None:
-    named = requested_max_tokens(body)
-    return None if named is None else named[1]
+    _, most_tokens = requested_max_tokens(body) or ("", None)
+    return gateway.controller.arms.choose(facts, offers, method, most_tokens, dry=dry)
 
 
 def _classified(call: Call, request: Request[Any, Any, Any], gateway: GatewayState) -> str:
