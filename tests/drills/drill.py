@@ -30,6 +30,7 @@ from policy.statistics.epoch_book import RETAINED_EPOCHS, epoch_of
 from policy.statistics.store import RedisStore
 from tests.drills.drill_report import Fault, Stream, report, show
 from tests.drills.drill_rig import MODEL, PATIENCE_S, Replica, Rig
+from tests.drills.progress import ended
 from tests.support.debian import Unavailable
 
 PROMPTS = 12
@@ -323,11 +324,7 @@ def main() -> int:
     except TimeoutError:
         print(f"not done within {LIMIT_S:g} s: this machine is too slow or too busy for it", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps(done))
-    else:
-        show(done)
-    return 1 if done["broken_promises"] else 0
+    return ended(done, show, as_json=args.json)
 
 
 if __name__ == "__main__":

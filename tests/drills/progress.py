@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import re
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 PROGRESS_S = 10.0
 START_S = 300.0
@@ -48,3 +50,12 @@ def await_line(
         if found := re.search(pattern, line):
             return found
     raise TimeoutError(f"the gateway did not start within {within_s:g} s")
+
+
+def ended(report: dict[str, Any], show: Callable[[dict[str, Any]], object], *, as_json: bool) -> int:
+    """Tell a drill's report, as one JSON object or as ``show`` does; returns the exit status."""
+    if as_json:
+        print(json.dumps(report))
+    else:
+        show(report)
+    return 1 if report["broken_promises"] else 0

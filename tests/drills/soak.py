@@ -30,6 +30,7 @@ import httpx
 
 from gateway.auth.keyfile import new_key, written_digest
 from tests.drills.drill_rig import MODEL, Replica, model_fields
+from tests.drills.progress import PROGRESS_S, ended
 from tests.drills.soak_report import KINDS, Fault, Outcome, Usage, report, show, usage_of
 from tests.drills.soak_rig import BACKENDS, end, launch_upstream, replica_of
 from tests.support.ports import free_port
@@ -37,7 +38,6 @@ from tests.support.valkey import ValkeyProcess
 
 REMOTE = "remote"
 PROMPTS = 8
-PROGRESS_S = 10.0
 LIMIT_S = 300.0
 """What all but the load may take: starts, references, waiting for the last requests."""
 REQUEST_S = 60.0
@@ -372,11 +372,7 @@ def main() -> int:
     except TimeoutError:
         print(f"not done {LIMIT_S:g} s after its load: too slow or too busy for it", file=sys.stderr)
         return 1
-    if args.json:
-        print(json.dumps(done))
-    else:
-        show(done)
-    return 1 if done["broken_promises"] else 0
+    return ended(done, show, as_json=args.json)
 
 
 if __name__ == "__main__":
