@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PORT ?= 8080
 SOAK_S ?= 60
 
-.PHONY: help setup model serve test tools lint typecheck test-gpu test-sanitize test-arm demo-alert demo-fallback drill drill-alerts soak screenshots bench peers lock clean
+.PHONY: help setup model serve test test-search tools lint typecheck test-gpu test-sanitize test-arm demo-alert demo-fallback drill drill-alerts soak screenshots bench peers lock clean
 
 help:
 	@echo "make serve      set up, bring the demo model, serve it on 127.0.0.1:$(PORT)"
@@ -62,6 +62,11 @@ tools: $(VENV)/.installed-test
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint typecheck model tools
 	$(BIN)/pytest -n auto --dist loadfile --no-loadscope-reorder
+
+# The property tests alone, with other examples each time, where `make test` repeats its own. What it finds becomes an
+# @example of that test.
+test-search: $(VENV)/.installed-test
+	$(BIN)/pytest -n auto --dist loadfile -m hypothesis --hypothesis-profile=search
 
 test-gpu: $(VENV)/.installed-test
 	$(BIN)/pytest -m gpu

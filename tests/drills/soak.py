@@ -103,7 +103,7 @@ class Soak:
                 task.cancel()
         await self._settled(idle)
         self._look("end")
-        return report(self.outcomes, self.faults, self.usage, self.memory, self.broken)
+        return report(self.outcomes, self.faults, self.usage, self.memory, self.broken, self.seconds)
 
     # The load.
 

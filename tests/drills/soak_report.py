@@ -12,6 +12,10 @@ from typing import Any
 KINDS = {"short": 6, "long": 2, "whole": 4, "cancelled": 3, "slow reader": 1, "bad input": 2, "upstream": 3}
 """What clients do, by how often."""
 
+LEAK_S = 900.0
+"""In a shorter run, what is filled once (caches, pools) looks like a leak."""
+MOST_GROWTH = 1.02
+
 
 @dataclass(slots=True)
 class Fault:
@@ -36,9 +40,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Usage:
-    """Of one process. ``memory_mb`` is resident."""
+    """Of one process. ``memory_mb`` is what it has allocated, and what grows by a leak; ``resident_mb`` also counts
+    pages of mapped files, such as weights, which the system takes and brings back as it likes."""
 
     memory_mb: float
+    resident_mb: float
     descriptors: int
     threads: int
 
@@ -47,11 +53,14 @@ def usage_of(pid: int) -> Usage:
     status = dict(
         line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":\t" in line
     )
-    memory_mb = int(status["VmRSS"].split()[0]) / 1024
-    return Usage(round(memory_mb, 1), len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
+    allocated, resident = (
+        round(sum(int(status[name].split()[0]) for name in names) / 1024, 1)
+        for names in (("RssAnon", "VmSwap"), ("VmRSS",))
+    )
+    return Usage(allocated, resident, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"]))
 
 
-def excused(outcome: Outcome, faults: list[Fault]) -> bool:
+def excused(outcome: Outcome, faults: Sequence[Fault]) -> bool:
     """Whether a fault of its replica, or of what it asked, was on while it ran."""
     return any(
         (outcome.replica in fault.victims or outcome.kind in fault.victims)
@@ -67,9 +76,10 @@ def report(
     usage: Mapping[str, Mapping[str, Usage]],
     memory: Sequence[Sequence[float]],
     noticed: Sequence[str],
+    seconds: float,
 ) -> dict[str, Any]:
     """``usage``: by replica and moment; ``memory``: MB of one replica by thirds of the time; ``noticed``: promises that
-    were seen to be broken on the way. Pure."""
+    were seen to be broken on the way; ``seconds``: of load. Pure."""
     rows = []
     for kind in KINDS:
         mine = [each for each in outcomes if each.kind == kind]
@@ -94,6 +104,10 @@ def report(
         for row in rows
         if row["failed"] > row["excused"]
     ]
+    thirds = [round(sum(each) / len(each), 1) if each else None for each in memory]
+    _, second, last = thirds
+    if seconds >= LEAK_S and second and last and last > MOST_GROWTH * second:
+        broken.append(f"memory grew from {second} MB in the second third of the time to {last} MB in the last")
     return {
         "rows": rows,
         "causes": dict(causes.most_common()),
@@ -102,7 +116,7 @@ def report(
             for each in faults
         ],
         "usage": {name: {when: vars_of(each) for when, each in looks.items()} for name, looks in usage.items()},
-        "memory_by_thirds_mb": [round(sum(each) / len(each), 1) if each else None for each in memory],
+        "memory_by_thirds_mb": thirds,
         "broken_promises": broken,
     }
 
@@ -122,7 +136,7 @@ def show(report: dict[str, Any]) -> None:
     for name, looks in report["usage"].items():
         for when, each in looks.items():
             counts = f"{each['descriptors']} descriptors, {each['threads']} threads"
-            print(f"{name} at {when}: {each['memory_mb']} MB, {counts}")
+            print(f"{name} at {when}: {each['memory_mb']} MB ({each['resident_mb']} MB resident), {counts}")
     thirds = ", ".join("-" if each is None else f"{each} MB" for each in report["memory_by_thirds_mb"])
     print(f"mean memory of r0 in each third of the time: {thirds}")
     for each in report["broken_promises"]:

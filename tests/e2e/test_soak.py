@@ -47,7 +47,7 @@ def test_a_fault_excuses_what_it_hit_while_it_lasted(fault: Fault, excuses: bool
 
 def test_each_broken_promise_is_told() -> None:
     outcomes = [outcome(), outcome(wrong=2), outcome(problem="status 500")]
-    told = report(outcomes, [], {}, ([], [], []), ["r0 still holds pages"])
+    told = report(outcomes, [], {}, ([], [], []), ["r0 still holds pages"], 60.0)
     assert [row["kind"] for row in told["rows"]] == list(KINDS)
     assert told["causes"] == {"status 500 (NOT excused)": 1}
     assert told["broken_promises"] == [
@@ -55,3 +55,17 @@ def test_each_broken_promise_is_told() -> None:
         "2 characters wrong in requests of kind 'short'",
         "1 requests of kind 'short' failed for no fault",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "last", "told"),
+    [
+        (1800.0, [102.1, 102.3], ["memory grew from 100.0 MB in the second third of the time to 102.2 MB in the last"]),
+        (1800.0, [101.9], []),
+        (1800.0, [60.0], []),
+        (1800.0, [], []),
+        (60.0, [150.0], []),
+    ],
+)
+def test_memory_that_grows_to_the_end_of_a_long_run_is_told(seconds: float, last: list[float], told: list[str]) -> None:
+    assert report([], [], {}, ([90.0], [100.0], last), [], seconds)["broken_promises"] == told

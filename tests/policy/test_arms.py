@@ -76,7 +76,7 @@ paces = st.dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(paces, st.sampled_from([0.0, 0.01, 0.05, 0.2]), st.floats(0.0, 0.2), st.integers(0, 2**32))
 def test_regret_is_bounded(paces: dict[str, float], share: float, noise: float, seed: int) -> None:
     """Each arm is made known, then others than the best get at most their share, and the rest is as good as the best
@@ -95,7 +95,7 @@ def test_regret_is_bounded(paces: dict[str, float], share: float, noise: float, 
     assert asked_again <= share * count + 1, "exploration is bounded by the share"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.floats(5.0, 20.0),
     st.floats(1.3, 4.0),
@@ -111,11 +111,14 @@ def test_a_swap_of_speeds_is_followed_within_100_requests(
     assert fleet.state.held == "plain"
     fleet.paces = {"plain": fast * factor, "spec": fast}
     fleet.ask_often(100)
-    assert fleet.ask_often(20).count("spec") >= 18
+    fleet.ask_often(20)
+    assert fleet.state.held == "spec"
+    # Beyond the share's own, which may come several at once: what was saved of it is spent later.
+    assert {each.name for each in fleet.taken[-20:] if each.rule != "asked again"} == {"spec"}
 
 
 @given(st.integers(1, 200), st.integers(0, 2**32))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_an_arm_that_dies_is_left_at_once(before: int, seed: int) -> None:
     fleet = Fleet({"plain": 20.0, "spec": 10.0}, 0.05, 0.1, seed)
     fleet.ask_often(before)

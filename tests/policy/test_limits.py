@@ -157,7 +157,7 @@ def test_lua_and_python_agree(server: ValkeyProcess) -> None:
 
     count = iter(range(10**6))
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=100, suppress_health_check=list(HealthCheck))
     @given(st.lists(LIMITED, min_size=1, max_size=3), MOMENTS, LONG_STEPS)
     @example([KeyLimits(tokens_per_day=300)], 40 * DAY_MS + 1, [(0, "admit", 100), (-2, "admit", 100)])
     @example([KeyLimits(1, tokens_per_day=1)], DAY_MS - 1, [(0, "admit", 0), (1, "admit", 0), (-1, "admit", 0)])
@@ -334,7 +334,7 @@ def test_redis_and_memory_agree_and_no_edit_lets_more_in(server: ValkeyProcess) 
 
     count = iter(range(10**6))
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=150, suppress_health_check=list(HealthCheck))
     @given(EDITS, LIVES)
     def run(edits: list[KeyLimits], steps: Any) -> None:
         asyncio.run(both(edits, steps, f"both{next(count)}"))

@@ -298,7 +298,7 @@ COUNTERS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100)
 @given(COUNTERS, COUNTERS)
 def test_counters_are_exact(first: DecodeCounters, second: DecodeCounters) -> None:
     assert unpack(pack(first)) == first

@@ -168,7 +168,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(
     st.dictionaries(
         st.sampled_from(["defaults", "classes", "rules", "alerts", "receivers", "extra"]),
@@ -185,7 +185,7 @@ def test_anything_is_read_or_refused(value: dict[str, Any]) -> None:
         assert all(1 <= each.line <= lines + 1 and each.message for each in error.problems)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=80))
 def test_any_bytes_are_read_or_refused(content: bytes) -> None:
     with contextlib.suppress(PolicyError):
@@ -320,7 +320,7 @@ REACH = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@settings(max_examples=200)
 @given(st.lists(REACH, min_size=2, max_size=5), st.data())
 def test_no_request_comes_to_a_rule_that_is_said_to_be_dead(rules: list[dict[str, Any]], data: Any) -> None:
     given = [{name: tuple(v) if isinstance(v, list) else v for name, v in when.items()} for when in rules]

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
 
 from backends.cost.step_cost import StepCost
 from backends.engine.config import EngineConfig
@@ -28,10 +27,6 @@ from backends.runners.native.runner import NativeRunner
 from backends.speculation.batch_gate import DraftGate
 from backends.tree import CandidateTree
 from backends.types import DecodingPlan, FinishReason, GenerationRequest, PositionLogprobs, SamplingParams, TokenChunk
-
-# Times of single examples say nothing on a machine that is shared.
-settings.register_profile("engine", deadline=None)
-settings.load_profile("engine")
 
 VOCAB = 260
 EOS = 0

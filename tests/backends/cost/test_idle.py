@@ -63,7 +63,7 @@ def test_what_takes_long_stays_guessed_and_dear() -> None:
         assert idle.cost.forward_ms(rows) >= runner.seconds(rows) * 1e3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.floats(1e-4, 3.0), st.lists(st.floats(0.0, 2.0), min_size=4, max_size=4))
 def test_on_any_machine_runs_are_short_and_the_table_rises(step_s: float, more_s: list[float]) -> None:
     """A step takes longer with more rows, in any way but one: each row takes at most what the average before it did,

@@ -133,7 +133,7 @@ async def test_a_text_that_may_fit_is_counted_exactly() -> None:
         await encode_prompts(tokenizer, ["a" * 100], 2048, info(100))
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(sorted([*FAMILIES, *OTHERS])), seeds)
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str, rng: random.Random) -> None:
     tokenizer = family(name, "plain")

@@ -22,7 +22,7 @@ from tests.support.tokenizer_families import FAMILIES, OTHERS, family
 seeds = st.integers(0, 2**32).map(random.Random)
 names = st.sampled_from(sorted(FAMILIES))
 TEXTS = ["the fox", "é", "日本", "🙂", "\n", "  ", "a\nb", "\ufffd", "👩‍👩‍👧", "e\u0301"]
-thorough = settings(max_examples=400, suppress_health_check=list(HealthCheck), deadline=None)
+thorough = settings(max_examples=400, suppress_health_check=list(HealthCheck))
 
 
 def some_ids(tokenizer: HfTokenizer, rng: random.Random) -> list[int]:
@@ -152,7 +152,7 @@ def accepted(tokenizer: HfTokenizer, ids: list[int], *, continues: bool, stop: t
     return text, entries, sequence
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(names, seeds, st.booleans())
 def test_bytes_of_the_tokens_are_those_of_the_text(name: str, rng: random.Random, continues: bool) -> None:
     tokenizer = family(name)

@@ -34,7 +34,7 @@ def counts(ids: list[int], wanted: dict[str, int]) -> Counter[int]:
     return Counter(token for token in ids if token in wanted.values())
 
 
-@settings(max_examples=400, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(names, templates, seeds)
 def test_no_added_token_comes_out_of_a_clients_text(name: str, template: str, rng: random.Random) -> None:
     tokenizer = family(name, template)
@@ -48,7 +48,7 @@ def test_no_added_token_comes_out_of_a_clients_text(name: str, template: str, rn
     assert counts(tokenizer.encode_chat(messages), tokens) == expected, messages
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(names, templates, seeds)
 def test_without_added_tokens_in_it_a_chat_is_tokenised_as_ever(name: str, template: str, rng: random.Random) -> None:
     """As by the tokenizer itself: normalisers and pre-tokenisers see the text in the same pieces."""
@@ -58,7 +58,7 @@ def test_without_added_tokens_in_it_a_chat_is_tokenised_as_ever(name: str, templ
     assert tokenizer.encode_chat(messages) == tokenizer._fast.encode(rendered, add_special_tokens=False).ids
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(names, seeds)
 def test_a_token_in_one_message_changes_nothing_in_the_others(name: str, rng: random.Random) -> None:
     """Every other message keeps its tokens, and this one has those of its letters: it can be read back."""
@@ -84,7 +84,7 @@ def test_a_token_in_one_message_changes_nothing_in_the_others(name: str, rng: ra
     assert tokenizer.decode(body).strip() == content.strip()
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck), deadline=None)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(["llama3", "chatml"]), templates, seeds)
 def test_an_added_token_costs_what_its_letters_cost(name: str, template: str, rng: random.Random) -> None:
     """All tokens are as of a tokenizer that doesn't have it at all, whatever the template does with the texts."""

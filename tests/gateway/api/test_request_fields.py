@@ -38,7 +38,7 @@ ROUTES: list[tuple[BodyDecoder[Any], type[msgspec.Struct], dict[str, Any]]] = [
     (CHAT_BODIES, ChatCompletionRequest, CHAT),
     (COMPLETION_BODIES, CompletionRequest, TEXT),
 ]
-BOUNDED = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+BOUNDED = settings(max_examples=150)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=10),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),

@@ -21,9 +21,6 @@ from tests.support.live_gateway import LiveGateway, running_gateway
 
 BOUNDED = settings(
     max_examples=150,
-    deadline=None,
-    derandomize=True,
-    database=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

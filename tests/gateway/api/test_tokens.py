@@ -24,7 +24,7 @@ def post(gateway: LiveGateway, path: str, **body: Any) -> Any:
 
 
 def test_there_and_back(gateway: LiveGateway) -> None:
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(text=st.text(alphabet=st.characters(codec="utf-8"), max_size=30))
     def run(text: str) -> None:
         told = post(gateway, "/tokenize", prompt=text, model=MODEL).json()

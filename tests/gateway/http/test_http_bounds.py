@@ -23,9 +23,6 @@ SHORT_S = 0.3
 MOST = 8 * 1024
 BOUNDED = settings(
     max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

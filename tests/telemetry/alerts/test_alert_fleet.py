@@ -181,9 +181,7 @@ class FleetMachine(RuleBasedStateMachine):
             assert after == "firing" or before == "firing"
 
 
-FleetMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
-)
+FleetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestFleet = FleetMachine.TestCase
 
 

@@ -81,7 +81,7 @@ def test_flapping_is_damped() -> None:
     assert run(RULE, calm, AlertState(fired=(0.0, 1.0, 2.0)))[-1][1] == "resolved", "what is long ago counts no more"
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300)
 @given(
     st.lists(
         st.tuples(st.floats(0.1, 30.0), st.sampled_from([0.5, 1.0, 1.5, None])),
